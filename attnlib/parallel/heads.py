@@ -78,18 +78,16 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 
     The input is ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``.
     """
-    batched = x if x.dim() == 4 else x.unsqueeze(0)
-    parts = exchanged(batched.unflatten(2, (sharing.ranks, -1)).permute(2, 1, 0, 3, 4), sharing.group)
-    x_of_heads = joined(parts, zigzag=sharing.zigzag).transpose(0, 1)
-    return x_of_heads if x.dim() == 4 else x_of_heads.squeeze(0)
+    # [ranks, tokens here, b (if any), h, d]
+    by_rank = x.unflatten(-2, (sharing.ranks, -1)).movedim((-3, -4), (0, 1))
+    return joined(exchanged(by_rank, sharing.group), zigzag=sharing.zigzag).movedim(0, -3)
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
     """Exchange all tokens of the heads here for the tokens here of all heads."""
-    batched = x if x.dim() == 4 else x.unsqueeze(0)
-    parts = exchanged(sharded(batched.transpose(0, 1), sharing.ranks, zigzag=sharing.zigzag), sharing.group)
-    x_of_tokens = parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
-    return x_of_tokens if x.dim() == 4 else x_of_tokens.squeeze(0)
+    # [ranks, tokens here, b (if any), h, d]
+    by_rank = sharded(x.movedim(-3, 0), sharing.ranks, zigzag=sharing.zigzag)
+    return exchanged(by_rank, sharing.group).movedim((1, 0), (-4, -3)).flatten(-3, -2)
 
 
 def _placeholder(x: Tensor, ranks: int) -> Tensor:
