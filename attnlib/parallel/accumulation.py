@@ -8,7 +8,7 @@ class PartialAttention:
     """The running output and LSE of queries over the keys seen so far."""
 
     def __init__(self, q: Tensor):
-        self._q, self._wide = q, wide_of(q)
+        self._q, self._wide = q, torch.promote_types(q.dtype, torch.float32)
         self.out: Tensor | None = None
 
     def begin(self, v: Tensor) -> None:
@@ -64,8 +64,3 @@ class Sum:
     def result(self) -> Tensor:
         """Return the sum, or zeros if nothing was added."""
         return self._x.new_zeros(self._x.shape) if self._found is None else self._found
-
-
-def wide_of(x: Tensor) -> torch.dtype:
-    """Return the dtype in which to sum parts of a tensor: fp64 for fp64, otherwise fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -47,11 +47,9 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
         piece = piece._replace(**_bounds(call, keys))
-        origin = (
-            Origin(queries.end - keys.end, 0)
-            if _is_relative(call)
-            else Origin(_first(queries, keys), keys.start)
-        )
+        # A call takes its queries for the last of its keys; the origin moves them to their own indices.
+        first_query = queries.start - (keys.size - queries.size)
+        origin = Origin(queries.end - keys.end, 0) if _is_relative(call) else Origin(first_query, keys.start)
     else:
         piece, origin = _packed(piece, queries, keys)
     if _is_relative(call):
@@ -71,14 +69,6 @@ def _is_relative(call: Call) -> bool:
     """True if the result only depends on the distance between query and key."""
     is_band = isinstance(call.mask, Mask) and not call.mask.prefix
     return is_band and call.score.function is None and not call.dropout.p
-
-
-def _first(queries: TokenRange, keys: TokenRange) -> int:
-    """Return the offset from a query's index in a piece to its index in the sequence.
-
-    A call takes its queries for the last of its keys.
-    """
-    return queries.start - (keys.size - queries.size)
 
 
 def _bounds(call: Call, keys: TokenRange) -> dict[str, Tensor | None]:

@@ -11,8 +11,4 @@ Expand = Callable[..., tuple[Tensor, Tensor]]
 
 def source_of(k: Tensor, v: Tensor) -> KeyValueSource:
     """Return a source that sends keys and values as they are."""
-    return KeyValueSource((k, v), _as_they_are)
-
-
-def _as_they_are(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k, v
+    return KeyValueSource((k, v), lambda k, v: (k, v))
