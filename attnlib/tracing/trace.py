@@ -5,7 +5,7 @@ from inspect import getclosurevars, unwrap
 
 from torch import Tensor
 
-from ..internal.checks import is_strided
+from ..internal.checks import came, is_strided
 from .kinds import kind_of
 from .program import INDICES, SCORED, CapturedKind, Program, Steps, Value, constant, constant_indices
 from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
@@ -93,8 +93,7 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
         if x is FIRST_QUERY:
             continue
         if not is_strided(x):
-            got = "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {got}")
+            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {came(x)}")
         if (kind := kind_of(x.dtype)) is None:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
         found.append(CapturedKind(kind, x.dim()))
