@@ -110,16 +110,8 @@ class LatentShape:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        names = (
-            "hidden_size",
-            "num_heads",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "v_head_dim",
-            "window",
-        )
-        _check(self, *names)
+        _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window")
+        _check(self, "qk_nope_head_dim", "v_head_dim")
         _check(self, "qk_rope_head_dim", least=0)
 
     @property
@@ -142,8 +134,7 @@ class LatentShape:
 
     @property
     def parameters(self) -> int:
-        norms = self.kv_lora_rank + (self.q_lora_rank or 0)
-        return self.weights + norms
+        return self.weights + self.kv_lora_rank + (self.q_lora_rank or 0)  # with the weights of the norms
 
     @property
     def prompt_pair(self) -> int:

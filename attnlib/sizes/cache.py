@@ -1,5 +1,6 @@
 """Cache arithmetic: the bytes that the real cache allocates, and what fits into a memory budget."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from ..internal.signatures import kind
@@ -77,11 +78,8 @@ def longest_context(
     too_many = 1
     while fits(too_many):
         too_many *= 2
-    pages = too_many // 2
-    while too_many - pages > 1:
-        middle = (pages + too_many) // 2
-        pages, too_many = (middle, too_many) if fits(middle) else (pages, middle)
-    return pages * page_size
+    first_too_many = bisect_left(range(too_many), True, lo=1, key=lambda pages: not fits(pages))
+    return (first_too_many - 1) * page_size
 
 
 def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int, ranks: int) -> int:

@@ -80,8 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads"
     )
-    shared = "ranks that share the tokens of each cache, and of each sequence in training"
-    serving.add_argument("--context-parallel", type=int, default=1, metavar="N", help=shared)
+    serving.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the tokens of each cache, and of each sequence in training",
+    )
     serving.add_argument(
         "--chip", default=Setting().chip.name, metavar="NAME", help="name of a known chip (default: h200)"
     )

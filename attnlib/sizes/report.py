@@ -201,7 +201,10 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
         _head(model, setting),
         _section(
             "attention in all layers",
-            [_summary_head(setting), *(_summary(own, setting) for own in by_name.values())],
+            [
+                ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting),
+                *(_summary(own, setting) for own in by_name.values()),
+            ],
         ),
         grid("cache size, context x batch", lambda row: human(row.cache_bytes)),
         grid("bytes read in a decoding step", lambda row: human(row.decode_bytes)),
@@ -257,10 +260,6 @@ def _head(model: Model, setting: Setting) -> str:
         f"{chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, compute-bound from {chip.ridge:.0f} "
         "FLOPs per byte"
     )
-
-
-def _summary_head(setting: Setting) -> list[str]:
-    return ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting)
 
 
 def _has_ranks(setting: Setting) -> bool:
@@ -328,9 +327,7 @@ def short(tokens: int) -> str:
 def _section(title: str, lines: list[list[str]]) -> str:
     """Format a title over a table: the first column left-aligned, the others right-aligned."""
     first, *others = ([len(cell) for cell in column] for column in zip(*lines, strict=True))
-    widths = [-max(first), *map(max, others)]
-    return "\n".join([title, *("  ".join(map(_pad, line, widths)) for line in lines)])
-
-
-def _pad(cell: str, width: int) -> str:
-    return cell.ljust(-width) if width < 0 else cell.rjust(width)
+    width, widths = max(first), [*map(max, others)]
+    return "\n".join(
+        [title, *("  ".join((name.ljust(width), *map(str.rjust, cells, widths))) for name, *cells in lines)]
+    )
