@@ -82,7 +82,7 @@ class Mask:
 
     @property
     def band(self) -> "Mask":
-        """The mask itself, under the name that a MaskFunction gives to its band."""
+        """The mask itself; the band of a MaskFunction has the same name."""
         return self
 
     def as_function(self) -> MaskFunction:

@@ -30,7 +30,7 @@ class RetainedKeys(NamedTuple):
     first: int = 0
 
     def within(self, other: "RetainedKeys") -> "RetainedKeys":
-        """Return the keys to retain for the keys that two masks both show."""
+        """Return the keys to retain for the intersection of two masks."""
         if None in (self.window, other.window):
             return other if self.window is None else self
         return RetainedKeys(min(self.window, other.window), max(self.first, other.first))
@@ -53,7 +53,7 @@ class Band(Protocol):
 @leading_to("make one by mask_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskFunction:
-    """A mask that shows the keys which both a band and a function of indices show.
+    """A mask made of a band and a function of indices; a key is visible only if both show it.
 
     :func:`attnlib.mask_mod` makes it. Bands and mask functions combine by ``&``, ``|`` and ``~``.
 
@@ -62,8 +62,8 @@ class MaskFunction:
         tensors: the tensors that the program reads.
         tiles: the kind of each tile (hidden, partial or full), if :meth:`block_mask` has computed it.
         far: the keys that a cache must retain, if the author knows that fewer than the band's suffice.
-        sections: if the function only separates the documents of a row, int32 offsets of their beginnings
-            and the end.
+        sections: int32 start offsets and the end of the documents in a row, if the function only separates
+            documents; otherwise None.
         dims: the letters of each tensor's dimensions, as in :class:`ScoreFunction`; "" if undocumented.
     """
 

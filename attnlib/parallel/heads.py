@@ -57,9 +57,10 @@ def _origin(call: Call, first: int) -> Origin:
 
 
 class _ExchangeHeads(torch.autograd.Function):
-    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, or the reverse.
+    """The autograd function of the exchange between tokens and heads, in either direction.
 
-    Gradients take the opposite direction.
+    Forward, this rank's tokens of all heads become all tokens of this rank's heads (``to_heads=True``), or
+    the reverse. Gradients take the opposite direction.
     """
 
     @staticmethod
@@ -74,7 +75,7 @@ class _ExchangeHeads(torch.autograd.Function):
 
 
 def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
-    """Exchange the tokens here of all heads for all tokens of the heads here.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
     The input is ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``.
     """
@@ -84,13 +85,13 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
-    """Exchange all tokens of the heads here for the tokens here of all heads."""
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads."""
     # [ranks, tokens here, b (if any), h, d]
     by_rank = sharded(x.movedim(-3, 0), sharing.ranks, zigzag=sharing.zigzag)
     return exchanged(by_rank, sharing.group).movedim((1, 0), (-4, -3)).flatten(-3, -2)
 
 
 def _placeholder(x: Tensor, ranks: int) -> Tensor:
-    """Return a placeholder with the shape of all tokens of the heads here."""
+    """Return a placeholder with the shape of all tokens of this rank's heads."""
     *batch, tokens, heads, width = x.shape
     return x.new_zeros(1).expand(*batch, tokens * ranks, heads // ranks, width)

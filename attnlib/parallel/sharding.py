@@ -65,7 +65,7 @@ class Sharing:
 
 @kind
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """Return this rank's tokens of x, which every rank has whole; ``dim`` is the token dimension.
+    """Return this rank's tokens of x, which every rank holds as a whole; ``dim`` is the token dimension.
 
     Shard position ids in the same way.
 

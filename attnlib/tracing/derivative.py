@@ -1,4 +1,4 @@
-"""Derivative of a score program, by its score and by every number that it reads.
+"""Derivative of a score program with respect to its score and to every number that it reads.
 
 The code visits the steps from the last to the first, as torch's autograd does, and follows torch's rules: if
 two numbers are equal, ``minimum`` and ``maximum`` give each half of the gradient, and the gradient of ``abs``
@@ -18,7 +18,7 @@ BY_RESULT = "d"  # name of the input that holds the gradient of the program's re
 
 
 class Read(NamedTuple):
-    """A number that the program reads: its tensor, its indices, and the derivative by it."""
+    """A number that the program reads: its tensor, its indices, and the derivative with respect to it."""
 
     tensor: Value
     indices: tuple[Operand, ...]
@@ -28,8 +28,8 @@ class Read(NamedTuple):
 class Derivative(NamedTuple):
     """The derivative as steps on the program's inputs and ``d``, the gradient of the program's result.
 
-    ``score`` is the derivative by the score; ``reads`` has one entry for each float that the result depends
-    on.
+    ``score`` is the derivative with respect to the score. ``reads`` has one entry for each float that the
+    result depends on.
     """
 
     inputs: tuple[str, ...]
@@ -39,7 +39,7 @@ class Derivative(NamedTuple):
 
     @property
     def needs_score(self) -> bool:
-        """True if the derivative by the score depends on the score itself."""
+        """True if the derivative with respect to the score depends on the score itself."""
         read = {x for step in needed(self.steps, [self.score]) for x in step.operands}
         return Value("score") in read
 
@@ -73,7 +73,7 @@ def derivative(program: Program) -> Derivative:
 
 
 def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
-    """Return the derivative by each operand of a step, None if there is none; ``d`` is that by its result."""
+    """Return the gradient of each operand of a step, None if there is none; ``d`` is that of its result."""
     add, result, x = steps.add, step.result, step.operands[0]
     y = step.operands[-1]
     match step.operation:
@@ -111,7 +111,7 @@ def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand
 
 
 def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
-    """Return the derivative of a function of one number; None for casts and ``floordiv``, which have none."""
+    """Return the gradient of an operation on one number; None for casts and ``floordiv``, which have none."""
     add, result, x = steps.add, step.result, step.operands[0]
     match step.operation:
         case "neg":
@@ -138,7 +138,7 @@ def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
 def _choice_gradients(
     steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
 ) -> tuple[Operand, Operand]:
-    """Return the derivatives of an operation that picks ``x`` or ``y``: the one that is ``before`` the other.
+    """Return the gradients of ``x`` and ``y`` if an operation picks the one that is ``before`` the other.
 
     If both are equal, each gets its share of ``d``.
     """
@@ -152,7 +152,7 @@ def _choice_gradients(
 
 
 def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
-    """Return the derivatives of ``torch.clamp_min`` or ``clamp_max`` by number and bound if both are equal.
+    """Return the gradients of the number and the bound in ``torch.clamp_min`` or ``clamp_max`` at a tie.
 
     The result comes from torch, since its versions differ. Up to 2.13, the number gets the whole gradient.
     From 2.14 on, it gets none at a constant bound, and half at a bound that is a tensor.
