@@ -1,4 +1,4 @@
-"""Rope scaling rules under their public path, ``attnlib.scaling``."""
+"""Public path ``attnlib.scaling`` of the rope scaling rules."""
 
 from .rope import NTK as NTK
 from .rope import DynamicNTK as DynamicNTK

@@ -230,7 +230,7 @@ def enclosed():
 @pytest.mark.parametrize(
     ("function", "tensors", "message"),
     [
-        (lambda b, h, i, j: i - j, (), "expected a function that gives a bool, got one that gives a int"),
+        (lambda b, h, i, j: i - j, (), "expected a function that returns a bool, got one that returns a int"),
         (lambda b, h, i, j: i if i > j else j, (), r"test_trace.py:\d+: Python's if, and, or"),
         (lambda b, h, i, j: (i > j) and (j > 2), (), "use torch.where, & | ~"),
         (lambda b, h, i, j: not (i > j), (), "Python's if"),
@@ -239,13 +239,13 @@ def enclosed():
         (
             lambda b, h, i, j: DOCUMENT[b, i] == 0,
             (),
-            r"DOCUMENT is a tensor from around .* pass it as an argument",
+            r"DOCUMENT is a tensor from outside .* pass it as an argument",
         ),
-        (enclosed(), (), "around is a tensor from around the function"),
+        (enclosed(), (), "around is a tensor from outside the function"),
         (
             lambda b, h, i, j, d=DOCUMENT: d[b, i] == 0,
             (),
-            r"test_trace.py:\d+: .* tensors from around the function cannot",
+            r"test_trace.py:\d+: .* tensors from outside the function cannot",
         ),
         (
             lambda b, h, i, j: i + torch.ones(()) > 0,
@@ -286,16 +286,16 @@ def enclosed():
         ),
         (lambda b, h, i, j, t: t[i].clamp(-1) > 2, (SMALL,), "clamp_min: expected a number of uint8, got -1"),
         (lambda b, h, i, j, t, x: x[t[i]] > 2, (SMALL, SMALL), "an index of uint8 for a mask; write .long()"),
-        (lambda b, h, i, j: i.half() > 2, (), "half: floats are those of the scores, fp32; leave it out"),
+        (lambda b, h, i, j: i.half() > 2, (), "half: floats are fp32, as the scores are; leave it out"),
         (
             lambda b, h, i, j: i.to(torch.bfloat16) > 2,
             (),
-            "to torch.bfloat16: floats are those of the scores",
+            "to torch.bfloat16: floats are fp32",
         ),
         (
             lambda b, h, i, j: torch.max(i, 1) > 2,
             (),
-            "max of a tensor and a number is that along a dimension",
+            "max of a tensor and a number reduces a dimension in torch",
         ),
         (
             lambda b, h, i, j, d: d[b, 9] == 0,
@@ -347,7 +347,7 @@ def enclosed():
         (
             gives_none,
             (),
-            r"expected a function that returns a number, got NoneType; does it say return",
+            r"expected a function that returns a number, got NoneType; is a return missing",
         ),
         (lambda b, h, i, j: (i > j, j > i), (), "expected a function that returns a number, got tuple"),
         (
@@ -355,7 +355,11 @@ def enclosed():
             (),
             r"div\(\) of 2 arguments and rounding_mode",
         ),
-        (lambda b, h, i, j: i & j, (), "expected a function that gives a bool, got one that gives a int64"),
+        (
+            lambda b, h, i, j: i & j,
+            (),
+            "expected a function that returns a bool, got one that returns a int64",
+        ),
         (lambda b, h, i, j: i & 1.5, (), "bitand: expected integers or bools, got float"),
         (lambda b, h, i, j: torch.where(i, i, j) > 1, (), "where: expected a bool to choose by, got int"),
         (lambda b, h, i, j: int(i) > 2, (), r"int\(\) cannot know an index"),
@@ -469,7 +473,7 @@ def reads_all(b, h, i, j, x):
         (
             lambda: score_mod(lambda s, b, h, i, j: i > j),
             TraceError,
-            "gives a float, got one that gives a bool",
+            "returns a float, got one that returns a bool",
         ),
         (
             lambda: mask_mod(lambda b, h: True),

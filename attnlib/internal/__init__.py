@@ -1,5 +1,4 @@
-"""Helpers for every room, not for users: argument checks, error messages, probes of torch, files, pictures,
-Philox.
+"""Helpers for the whole package: argument checks, error messages, torch probes, files, plots, Philox.
 
-Nothing here knows about attention. A helper belongs here once two rooms need it.
+Nothing here knows about attention. Add a helper here once two folders need it.
 """

@@ -1,5 +1,6 @@
-"""Checks that several doors share: counts, named dimensions, and numbers on the device with
-``ATTNLIB_CHECK=1``.
+"""Argument checks shared by public functions: counts, named dimensions, and values on the device.
+
+Values on the device are only checked with ``ATTNLIB_CHECK=1``.
 """
 
 import os
@@ -15,7 +16,7 @@ NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 
 def check_count(name: str, value: int, *, least: int = 0) -> None:
-    """Refuse what is not an int of at least ``least`` that int32 holds."""
+    """Raise TypeError or ValueError unless ``value`` is an int of at least ``least`` that fits int32."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < least:
@@ -25,26 +26,24 @@ def check_count(name: str, value: int, *, least: int = 0) -> None:
 
 
 def is_strided(x: object) -> bool:
-    """Whether x is a tensor of the plain kind; the hot paths ask the same in place."""
+    """True if x is a strided tensor and not nested; hot paths repeat this test inline."""
     return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
 
 
 def came(x: object) -> str:
-    """Say what an argument is, for the end of an error: a tensor's dtype and shape, or a type."""
+    """Describe an argument for the end of an error: a tensor's dtype and shape, or a type."""
     if is_strided(x):
         return f"{x.dtype} {tuple(x.shape)}"
     return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
 
 
 def varies(size: int) -> bool:
-    """Whether a dimension has more than one index, as a plain bool also where torch.compile leaves the size
-    open.
-    """
-    return True if size > 1 else False  # noqa: SIM210 - a comparison of such a size is no bool, and bool() of it neither
+    """True if ``size > 1``, as a real bool even when torch.compile keeps ``size`` symbolic."""
+    return True if size > 1 else False  # noqa: SIM210 - bool() of a symbolic size is symbolic too
 
 
 def refuse_tensor(name: str, x: object) -> NoReturn:
-    """Raise TypeError for what is not :func:`is_strided`."""
+    """Raise TypeError for an object that :func:`is_strided` rejects."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.is_nested:
@@ -55,13 +54,12 @@ def refuse_tensor(name: str, x: object) -> NoReturn:
 
 
 def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:
-    """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k,
-    "btgd")``.
+    """Return the sizes of single-letter dimensions, for example of ``("q", q, "bshd"), ("k", k, "btgd")``.
 
-    ``known`` are sizes bound before.
+    ``known`` holds sizes that are already bound.
 
     Raises:
-        ValueError: a tensor has another rank, or a letter two sizes; the message names both tensors.
+        ValueError: a tensor has another rank, or a letter has two sizes; the message names both tensors.
 
     >>> bind(("q", torch.zeros(2, 3, 4, 8), "bshd"))
     {'b': 2, 's': 3, 'h': 4, 'd': 8}
@@ -71,7 +69,7 @@ def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(f"{name}: expected [{', '.join(dims)}], got {tuple(shape)}")
-        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths were just compared, and strict= costs
+        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths are equal, and strict= takes time
             if sizes.setdefault(dim, size) != size:
                 raise ValueError(_mismatch(name, dims, shape, sizes, named))
     return sizes
@@ -92,14 +90,11 @@ def check_dims(
     sizes: Mapping[str, int],
     least: Mapping[str, int],
 ) -> None:
-    """Compare tensors that a function of indices reads with the ``sizes`` of the call; ``least`` are lower
-    bounds.
+    """Raise ValueError if the tensors of a function of indices do not match the ``sizes`` of the call.
 
-    ``dims`` are the letters of each tensor's dimensions, "" if unknown. A letter in neither mapping is not
-    compared; "T" stands for ``t`` or more.
-
-    Raises:
-        ValueError: a dimension has another size; an index would be clamped, and read another element.
+    ``dims`` holds the letters of each tensor's dimensions, "" if unknown, and ``least`` holds lower bounds of
+    sizes. A letter in neither mapping is not compared; "T" stands for ``t`` or more. Without this check, an
+    index would be clamped and read another element.
     """
     for x, letters in zip(tensors, dims, strict=False):
         pairs = [*zip(letters, x.shape, strict=False)]
@@ -109,21 +104,20 @@ def check_dims(
             expected = ", ".join(bounds.get(dim, dim.lower()) for dim in letters)
             turned = x.dim() == 2 and "n" in letters and sizes.get("h") == x.shape[1 - letters.index("h")]
             remedy = (
-                "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
+                "; transpose it, or use heads_last=True for T5's own table [buckets, h]" if turned else ""
             )
             raise ValueError(f"{name} [{expected}] as the call has them, got {tuple(x.shape)}{remedy}")
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Whether what is done with ``x`` will be done again with other numbers, by a compiler or a CUDA
-    graph.
-    """
+    """True if a compiler or a CUDA graph records operations on ``x``, to repeat them with other numbers."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def are_checks_on(x: Tensor) -> bool:
-    """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is
-    captured.
+    """True if ``ATTNLIB_CHECK=1`` is set and the values of ``x`` can be read.
+
+    They cannot be read in a compiler, on the meta device, or during the capture of a CUDA graph.
     """
     return os.environ.get("ATTNLIB_CHECK") == "1" and type(x) is Tensor and not (is_recorded(x) or x.is_meta)
 

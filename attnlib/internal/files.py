@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes: a file is written as a whole or not at all."""
 
 import errno
 import os
@@ -11,21 +11,20 @@ from torch import Tensor
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path`` that takes its place once the block ends well, so that nobody reads half of
-    one.
+    """Yield a new file that replaces ``path`` if the block succeeds, so that nobody reads half a file.
 
-    It is on the disk before it takes that place.
+    The new file is beside ``path``, and is flushed to disk before it replaces ``path``.
 
     Raises:
-        OSError: ``path`` is a folder or in none, or the new file cannot be made or moved there.
+        OSError: ``path`` is a folder, its folder does not exist, or the file cannot be created or moved.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write, got a folder")
     if not path.parent.exists():
-        said = f"{os.strerror(errno.ENOENT)} to write {path.name} into; make it first"
-        raise FileNotFoundError(errno.ENOENT, said, str(path.parent))
+        message = f"{os.strerror(errno.ENOENT)} to write {path.name} into; make it first"
+        raise FileNotFoundError(errno.ENOENT, message, str(path.parent))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.touch()  # what forbids it raises here, as Python does
+    temporary.touch()  # raises Python's own error if this is not permitted
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -35,8 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> None:
-    """Write tensors and strings to a file of safetensors, whole or not at all.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and strings to a safetensors file, as a whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,6 +45,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, 
 
     with replacing(path) as temporary:
         try:
-            save_file(dict(tensors), temporary, dict(said))
-        except SafetensorError as error:  # which hides the OSError
+            save_file(dict(tensors), temporary, dict(metadata))
+        except SafetensorError as error:  # hides an OSError
             raise OSError(f"{path}: expected a file that can be written, got {error}") from error

@@ -1,15 +1,11 @@
-"""Bool masks of padding ``[b, t]``: where the tokens of each row begin and end, and if there are holes
-between them.
-"""
+"""Padding masks, bool ``[b, t]``: where the tokens of each row begin and end, and if there are holes."""
 
 import torch
 from torch import Tensor
 
 
 def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token of each row and what follows its last one, int32 ``[b]``; 0 and 0 where there is
-    none.
-    """
+    """Return the index of each row's first token and of its last token + 1, int32 ``[b]``; 0 if empty."""
     t = there.shape[1]
     if not t:
         nothing = there.sum(1, dtype=torch.int32)
@@ -20,6 +16,6 @@ def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_holed(there: Tensor) -> Tensor:
-    """Return bool ``[b]``: True for a row that has a gap between two tokens."""
+    """Return bool ``[b]``: True for a row with a gap between two tokens."""
     begins = (there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, :1].sum(1)
     return begins > 1

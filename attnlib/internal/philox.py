@@ -1,5 +1,6 @@
-"""Dropout bits: Philox-4x32-10, a function of position alone, so that nothing is stored and every backend
-agrees.
+"""Dropout bits from Philox-4x32-10.
+
+The bits are a function of position only, so nothing is stored and every backend agrees.
 """
 
 import math
@@ -13,7 +14,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Four tensors of u32 values, held in int64, for counters given as four broadcastable int64 words.
+    """Return four tensors of u32 values, stored as int64, for four int64 counter words that broadcast.
 
     Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
     """
@@ -35,11 +36,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 def dropout_keep(
     seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int
 ) -> Tensor:
-    """Which weights dropout keeps: bool ``[n, h, s, last - first]`` for keys ``first <= j < last``.
+    """Return the dropout mask, bool ``[n, h, s, last - first]``, of keys ``first <= j < last``.
 
-    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i``, given as ``rows``, and
-    ``j`` are storage indices inside the sequence. Of a negative one the low 32 bits count. A weight is kept
-    when its u32 is at least ``p * 2**32``.
+    True keeps the probability. The counter words are ``(j // 4, i, head, sequence)`` and the lane is
+    ``j % 4``; ``i``, given as ``rows``, and ``j`` are storage indices within the sequence. If an index is
+    negative, its low 32 bits count. A probability is kept if its u32 is at least ``p * 2**32``.
     """
     quads = torch.arange(first // 4, (last + 3) // 4, device=rows.device)
     counter = (quads, rows[:, None], heads[:, None, None], sequences[:, None, None, None])

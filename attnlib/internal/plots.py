@@ -1,4 +1,4 @@
-"""Pictures: empty figures, a plain look, and colours that any colour vision tells apart."""
+"""Plots: empty figures, a plain style, and colours that people with any colour vision can tell apart."""
 
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -7,12 +7,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's.
+# The palette of Okabe and Ito.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 def blank(width: float, height: float) -> "Figure":
-    """Return an empty figure of so many inches, which needs no display.
+    """Return an empty figure, ``width`` x ``height`` inches, that needs no display.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -28,13 +28,13 @@ def blank(width: float, height: float) -> "Figure":
 
 
 def plain(axes: "Axes", *, grid: str = "both") -> None:
-    """Leave two of the four lines around a plot, and a faint grid."""
+    """Remove the top and right lines around a plot, and add a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, axis=grid)
 
 
 def png(figure: "Figure") -> bytes:
-    """Return the picture: the same bytes for the same figure."""
+    """Return the figure as a PNG; the same figure gives the same bytes."""
     data = BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()

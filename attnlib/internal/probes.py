@@ -1,8 +1,8 @@
-"""Answers about this torch and this Triton: which of their private functions work, tried once and remembered.
+"""Probes of torch's and Triton's private functions: each is tried once, and the answer is cached.
 
-Versions are not listed. Whoever uses a private function gives :func:`answer` a trial of it, which runs on
-first use; a trial that fails costs what depends on it, never the result. The trials stand beside the code
-that they are for.
+There is no list of versions. Code that uses a private function gives :func:`answer` a trial, which runs on
+first use. If the trial fails, the code does without the function; results stay the same. Each trial is next
+to the code that needs it.
 """
 
 from collections.abc import Callable
@@ -10,37 +10,38 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-ANSWERS: "dict[str, Answer]" = {}  # the one store of answers, by the name of what was tried
+ANSWERS: "dict[str, Answer]" = {}  # all cached answers, by the name of the trial
 
 
 class Answer(Protocol):
-    """The result of a trial, used from now on; ``failures`` has a sentence for each part that failed."""
+    """The cached result of a trial; ``failures`` has a sentence for each part that failed."""
 
     failures: tuple[str, ...]
 
 
 class NotNow(Exception):
-    """A trial cannot run here, and its text says why: a compiler, a mode, a transform or the capture of a
-    graph.
+    """Raised if a trial cannot run at the moment; the text names the reason.
+
+    Reasons are a compiler, a mode, a transform, or the capture of a CUDA graph.
     """
 
 
 def answer(name: str, attempt: Callable[[], Answer]) -> Answer | None:
-    """Return what ``attempt`` found the first time; None, and remember nothing, where it cannot run now."""
+    """Return the cached result of ``attempt``; None, without caching it, if it cannot run now."""
     return ANSWERS.get(name) or _first(name, attempt)
 
 
 def failures(name: str, attempt: Callable[[], Answer]) -> list[str]:
-    """Return what failed of what ``attempt`` tries.
+    """Return the failures of the parts that ``attempt`` tries.
 
     Raises:
-        NotNow: it cannot be tried here.
+        NotNow: the trial cannot run now.
     """
     return [*(ANSWERS.get(name) or _find(name, attempt)).failures]
 
 
 def is_first(event: str) -> bool:
-    """True the first time that it is asked about this event."""
+    """True on the first call with this event."""
     happened = _Event()
     return ANSWERS.setdefault(event, happened) is happened
 
@@ -66,7 +67,7 @@ def _find(name: str, attempt: Callable[[], Answer]) -> Answer:
 
 
 def failure_of(trial: Callable[[], object]) -> str:
-    """Run a trial; return what went wrong, whatever it is, or an empty text."""
+    """Run a trial; return its error as text, or an empty string if it succeeds."""
     try:
         trial()
     except NotNow:

@@ -1,4 +1,4 @@
-"""Error messages for unknown and missing arguments: they name the argument of attnlib to use instead."""
+"""Error messages for unknown and missing arguments: name the attnlib argument to use instead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,41 +15,40 @@ BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def kind(x: Function) -> Function:
-    """Return the function, whose TypeErrors for unknown and missing arguments say which ones it takes.
+    """Wrap a function so that an unknown or missing argument raises a TypeError that names the right one.
 
-    Of a class, the constructor and the public methods are changed so. A method that another decorator has
-    wrapped is left alone: ``@contextmanager``, say, goes around ``@kind``.
+    In a class, the constructor and the public methods are wrapped. A method that another decorator has
+    already wrapped is left as it is: ``@contextmanager``, for example, goes outside ``@kind``.
     """
     if not isclass(x):
-        return _answering(x, None)
+        return _wrapped(x, None)
     for name, member in [*vars(x).items()]:
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         is_public = name == "__init__" or name[0] != "_"
         if is_public and isfunction(function) and not hasattr(function, "__wrapped__"):
-            changed = _answering(function, None)
+            changed = _wrapped(function, None)
             setattr(x, name, changed if function is member else type(member)(changed))
     return x
 
 
 def leading_to(instead: str) -> Callable[[Function], Function]:
-    """Return a decorator of constructors that only attnlib calls: their TypeErrors say what to call
-    ``instead``.
+    """Return a decorator for constructors that only attnlib calls; its errors name what to call ``instead``.
 
-    Of a class, the public methods are changed as by :func:`kind`.
+    Public methods of a class are wrapped as by :func:`kind`.
     """
 
     def changed(x: Function) -> Function:
         if not isclass(x):
-            return _answering(x, instead)
+            return _wrapped(x, instead)
         name = "__new__" if issubclass(x, tuple) else "__init__"
-        setattr(x, name, _answering(getattr(x, name), instead))
+        setattr(x, name, _wrapped(getattr(x, name), instead))
         return kind(x)
 
     return changed
 
 
 def unknown(argument: str, names: Sequence[str]) -> str:
-    """Return the error message for an argument that a function of arguments ``names`` does not take."""
+    """Return the error message for an argument that a function with arguments ``names`` does not take."""
     remedy = remedy_of(argument, names)
     if remedy is None:
         near = get_close_matches(argument, names, 1)
@@ -58,23 +57,23 @@ def unknown(argument: str, names: Sequence[str]) -> str:
     return f"{argument}: no such argument; {remedy}"
 
 
-def _answering(function: Function, instead: str | None) -> Function:
+def _wrapped(function: Function, instead: str | None) -> Function:
     @wraps(function)
     def called(*args, **kwargs):
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__.tb_next is not None:  # it comes from within
+            if error.__traceback__.tb_next is not None:  # the function itself raised it
                 raise
             why = str(error)
         name = _name_of(function, args)
-        raise TypeError(f"{name}: {instead or _said(function, name, args, kwargs) or why}")
+        raise TypeError(f"{name}: {instead or _argument_error(function, name, args, kwargs) or why}")
 
     return called
 
 
 def _name_of(function: Callable, args: Sequence[object]) -> str:
-    """The name of what was called: of a method with the class that it was called on."""
+    """Return the name of the function; for a method, with the class on which it was called."""
     *owner, name = function.__qualname__.split(".")
     if args and _is_method(function):
         known = args[0] if isclass(args[0]) else type(args[0])
@@ -86,8 +85,10 @@ def _is_method(function: Callable) -> bool:
     return next(iter(signature(function).parameters), None) in RECEIVERS
 
 
-def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """Say what is wrong with the arguments and what to pass instead; None if that is unknown."""
+def _argument_error(
+    function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
+    """Return an explanation of the wrong arguments and what to pass instead; None if unknown."""
     of, count = [*signature(function).parameters.values()], len(args)
     if _is_method(function):
         of, count = of[1:], max(0, count - 1)
@@ -109,7 +110,7 @@ def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping
     needed = [x for x in of if x.default is Parameter.empty and x.name in (*first, *by_name)]
     missing = [x.name for x in needed if x.name not in given]
     if missing == ["mask"]:
-        return f"mask: expected a Mask such as {MASKS}, got none; no mask is taken for granted"
+        return f"mask: expected a Mask such as {MASKS}, got none; there is no default mask"
     if missing:
         call = ", ".join(f"{x.name}=..." if x.name in by_name else x.name for x in needed)
         return f"missing {', '.join(missing)}; call it as {name}({call})"

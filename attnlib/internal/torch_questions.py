@@ -1,8 +1,8 @@
-"""The questions to torch about modes, transforms and profilers that follow operators, and a trial of each.
+"""Questions to torch about modes, transforms and profilers that follow operators, with a trial for each.
 
-Most are answered by private functions of torch. A trial asks once inside such a context, where the answer
-must be yes, and once outside. If it fails, a public function answers in place of the private one; if there is
-none, the answer is always yes, which is right and slower.
+Most answers come from private functions of torch. A trial asks once inside such a context, where the answer
+must be yes, and once outside. If a trial fails, a public function replaces the private one. If torch has no
+such function, the answer is always yes, which is correct but slower.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ BATCHED = "batched gradients"
 
 
 class TorchAnswers(NamedTuple):
-    """The functions that answer, each a private one whose trial passed, or what stands in for it."""
+    """The functions that answer the questions: private ones with a successful trial, or replacements."""
 
     dispatch_modes: Callable[[], object]
     mode_stack: Callable[[], list]
@@ -33,9 +33,16 @@ class TorchAnswers(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A private function, which ``find`` looks up, and its trial: ``inside`` gives what it answers where it
-    must say yes. ``public`` answers the same, where torch has such a function; ``instead`` is asked from then
-    on if the trial fails, and ``cost`` says what that means."""
+    """A private function of torch, and its trial.
+
+    Attributes:
+        name: the subject of the question.
+        find: looks up the private function.
+        inside: asks the function inside a context where it must answer yes.
+        public: a public function of torch with the same answer, if there is one.
+        instead: the function to ask from then on if the trial fails.
+        cost: the consequence of a failed trial.
+    """
 
     name: str
     find: Callable[[], Callable[[], object]]
@@ -46,7 +53,7 @@ class Question(NamedTuple):
 
 
 def find() -> TorchAnswers:
-    """Try each private function; raise NotNow inside a mode, transform or profiler that it is about."""
+    """Try each private function; raise NotNow inside a mode, transform or profiler that it asks about."""
     looked = [
         (question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS
     ]
@@ -59,7 +66,7 @@ def find() -> TorchAnswers:
 
 
 def _refuse_inside(question: Question) -> None:
-    """Raise NotNow inside of what a question is about; RuntimeError if the answer says so and is wrong."""
+    """Raise NotNow if the answer is already yes, and RuntimeError if that answer is wrong."""
     ask = question.find()
     if ask():
         if question.public() if question.public else not _in_another_thread(ask):
@@ -74,7 +81,7 @@ def _in_another_thread(ask: Callable) -> object:
 
 
 def _try(question: Question) -> None:
-    """Ask inside, and outside again; raise RuntimeError where an answer is wrong."""
+    """Ask inside the context and again outside; raise RuntimeError if an answer is wrong."""
     ask = question.find()
     if not question.inside(ask):
         raise RuntimeError("it says no where it must say yes")
@@ -83,7 +90,7 @@ def _try(question: Question) -> None:
 
 
 def yes() -> bool:
-    """Answer a question that torch does not: somebody may follow this call."""
+    """Answer yes, since torch cannot say if something follows this call."""
     return True
 
 
@@ -104,8 +111,9 @@ def _inside_transform(ask: Callable) -> object:
 
 
 def _inside_profiler(ask: Callable) -> object:
-    """By the annotation that is quickest: a tenth of a millisecond, where a profile takes one and may
-    print.
+    """Ask inside the fastest profiler available.
+
+    An ITT annotation takes 0.1 ms; a profile takes 1 ms and may print.
     """
     with profiler.emit_itt() if torch.profiler.itt.is_available() else profiler.profile(use_kineto=False):
         return ask()
@@ -120,12 +128,12 @@ def _inside_function_mode(ask: Callable) -> object:
 
 
 def _has_function_mode() -> bool:
-    """True in any mode that follows torch's functions, a default device included."""
+    """True inside any mode that follows torch functions, a default device included."""
     return has_torch_function((None,))
 
 
 def _refuses_forward_mode() -> bool:
-    """True if a level is open, since torch takes only one."""
+    """True if a level of forward mode is open, since torch allows only one."""
     try:
         with forward_ad.dual_level():
             return False
@@ -139,7 +147,7 @@ def _inside_forward_mode(ask: Callable) -> object:
 
 
 def _find_function_modes() -> Callable[[], bool]:
-    """A default device is a mode too, which follows nothing."""
+    """Return a test for function modes that ignores default devices, which are modes but follow nothing."""
     from torch.utils._device import DeviceContext
 
     count, modes = torch._C._len_torch_function_stack, torch.overrides._get_current_function_mode_stack
@@ -151,13 +159,13 @@ def _find_function_modes() -> Callable[[], bool]:
 
 
 def _find_forward_level() -> Callable[[], bool]:
-    """Return the question whether a level of forward mode is open, which a variable of torch tells."""
-    forward_ad._current_level  # noqa: B018 - raises where it is not there
+    """Return a test for an open level of forward mode, which reads a private variable of torch."""
+    forward_ad._current_level  # noqa: B018 - raises if torch has no such variable
     return lambda: forward_ad._current_level >= 0
 
 
-_SLOWER = "every call goes through torch's dispatcher, which is right and slower"
-QUESTIONS = (  # in the order of Asked
+_SLOWER = "every call goes through torch's dispatcher, which is correct but slower"
+QUESTIONS = (  # in the order of TorchAnswers
     Question(
         "dispatch modes",
         lambda: torch._C._len_torch_dispatch_stack,
@@ -197,21 +205,23 @@ QUESTIONS = (  # in the order of Asked
         _inside_forward_mode,
         _refuses_forward_mode,
         yes,
-        "every call looks at each of its tensors",
+        "every call inspects each of its tensors",
     ),
 )
 
 
 class Batched(NamedTuple):
-    """The function that recognizes many gradients in one tensor, or one that always says yes."""
+    """The function that recognizes batched gradients, or one that always says yes."""
 
     is_batched: Callable[[Tensor], bool]
     failures: tuple[str, ...] = ()
 
 
 def find_batched() -> Batched:
-    """Apart from the others, since it is asked in a backward alone, and torch loads much for its first
-    one.
+    """Find the function that recognizes batched gradients (many gradients in one tensor).
+
+    It is separate from the other questions, since only a backward asks it, and torch's first backward loads
+    much code.
     """
     if why := failure_of(_try_batched):
         return Batched(lambda x: True, (f"{BATCHED}: {why}; every backward goes through torch's dispatcher",))

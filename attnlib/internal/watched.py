@@ -1,6 +1,4 @@
-"""Detect modes, transforms and profilers that follow operators: calls must then go through torch's
-dispatcher.
-"""
+"""Detect modes, transforms and profilers that follow operators; calls must then use torch's dispatcher."""
 
 import sys
 
@@ -16,13 +14,13 @@ SEEN = "calls that are followed"
 
 
 def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if a compiler, tracer, mode, transform or profiler follows operators, or one of these tensors is
-    for such.
+    """True if a compiler, tracer, mode, transform or profiler follows operators on these tensors.
 
-    If not, a call may go around torch's dispatcher, which takes longer than all the rest of it.
+    Tensor subclasses and meta tensors count as well. If nothing follows, a call may bypass torch's
+    dispatcher, which takes longer than the rest of the call.
 
     Raises:
-        RuntimeError: a FlopCounterMode would count attention as nothing.
+        RuntimeError: a FlopCounterMode would count attention as 0 FLOPs.
     """
     if torch.compiler.is_compiling():
         return True
@@ -43,7 +41,7 @@ def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_transforming() -> bool:
-    """True if a transform of torch.func runs, such as vmap; also if torch does not say."""
+    """True if a transform of torch.func such as vmap is running, or if torch does not say."""
     ask = None if torch.compiler.is_compiling() else answer(SEEN, find)
     if ask is not None:
         return bool(ask.transforms())
@@ -51,9 +49,7 @@ def is_transforming() -> bool:
 
 
 def are_batched(*tensors: Tensor | None) -> bool:
-    """True if these may be many gradients in one, as ``torch.autograd.grad(..., is_grads_batched=True)``
-    hands out.
-    """
+    """True if a tensor may hold many gradients, as with ``is_grads_batched=True`` in torch.autograd.grad."""
     ask = answer(BATCHED, find_batched)
     if ask is None:
         return True
@@ -65,8 +61,9 @@ def are_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_forward_mode(*arguments: object) -> bool:
-    """True if a level of forward-mode derivatives is open; where torch does not say, if a tensor here carries
-    one.
+    """True if a level of forward-mode derivatives is open.
+
+    If torch does not say, True if any argument carries a forward-mode derivative.
     """
     ask = None if torch.compiler.is_compiling() else ANSWERS.get(SEEN) or answer(SEEN, find)
     if ask is None or not ask.has_forward_level:
@@ -75,28 +72,28 @@ def is_forward_mode(*arguments: object) -> bool:
 
 
 def have_tangents(*arguments: object) -> bool:
-    """True if a tensor among these carries a forward-mode derivative."""
+    """True if any argument is a tensor that carries a forward-mode derivative."""
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
 
 
 def failures() -> list[str]:
-    """Name each question that torch does not answer as expected, and what that costs.
+    """Return the questions that torch does not answer as expected, and the cost of each.
 
     Raises:
-        NotNow: it cannot be tried here.
+        NotNow: the questions cannot be tried now.
     """
     return [*probes.failures(SEEN, find), *probes.failures(BATCHED, find_batched)]
 
 
 def refuse_trials() -> None:
-    """Raise NotNow where somebody would follow the calls of a trial."""
+    """Raise NotNow if something would follow the calls of a trial."""
     ask = answer(SEEN, find)
     if ask is None or any(f() for f in (ask.dispatch_modes, ask.transforms, ask.profiler) if f is not yes):
         raise NotNow("since something follows this call")
 
 
 def _refuse_counters(modes: list) -> None:
-    """Raise RuntimeError under a FlopCounterMode that was made without the formulas of attention."""
+    """Raise RuntimeError under a FlopCounterMode that was created without attention's formulas."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
@@ -112,10 +109,10 @@ def _refuse_counters(modes: list) -> None:
             )
 
 
-_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # a plain name, which Dynamo traces
+_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # as a variable, for Dynamo
 
 
 def _mode_stack() -> list:
-    """The dispatch modes around a call, as far as torch tells without a trial."""
+    """Return the active dispatch modes, as far as torch lists them without a trial."""
     ask = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
     return [] if ask is None else ask() or []

@@ -1,7 +1,7 @@
-"""Masks: which keys a query sees, as bands of indices, as functions of indices, or ready-made.
+"""Attention masks: bands of indices, functions of indices, and ready-made masks.
 
-``band.py`` holds the masks that kernels compute from four numbers. ``function.py`` combines a band with a
-function of indices. Add a new mask to ``ready_made.py``.
+``band.py`` holds the masks that kernels compute from three integers. ``function.py`` combines a band with a
+function of indices. Add new masks to ``ready_made.py``.
 """
 
 from .band import CAUSAL as CAUSAL

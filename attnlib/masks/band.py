@@ -1,4 +1,4 @@
-"""Which keys a query sees: a band of storage indices, with an optional always-visible prefix."""
+"""Band masks: a band of visible keys around each query, plus a prefix that every query sees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from .function import EVERYWHERE, MaskFunction, RetainedKeys, function_of
 @kind
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A band of visible keys around each query, and a prefix that every query sees.
+    """A band of visible keys around each query, plus a prefix that every query sees.
 
-    Key ``j`` is visible to query ``i`` when ``i - left <= j <= i + right`` or ``j < prefix``.
-    ``None`` leaves a side unbounded; a side may be negative. Indices are storage indices, and the
-    queries of a call are the last ``s`` of its ``t`` keys, so row ``r`` is query ``i = t - s + r``.
+    Key ``j`` is visible to query ``i`` if ``i - left <= j <= i + right`` or ``j < prefix``. ``None`` leaves a
+    side unbounded; a bound may be negative. Indices are storage indices: the queries of a call are the last
+    ``s`` of its ``t`` keys, so row ``r`` is query ``i = t - s + r``.
 
-    ``&``, ``|`` and ``~`` of masks are masks: a band where it is one, and else a MaskFunction.
+    ``&``, ``|`` and ``~`` combine masks. The result is a Mask if it is a band, otherwise a MaskFunction.
 
     Raises:
         TypeError: a bound is not an int.
-        ValueError: a bound is beyond int32, or the prefix is negative or combined with a bounded ``left``.
+        ValueError: a bound does not fit int32, or the prefix is negative or combined with a bounded ``left``.
 
     >>> CAUSAL.visible(3, 3), CAUSAL.visible(3, 4), sliding(2).visible(3, 1)
     (True, False, False)
@@ -54,8 +54,9 @@ class Mask:
             raise ValueError(f"mask: a prefix needs left=None, got left={self.left}, prefix={self.prefix}")
 
     def visible(self, i: Tensor | int, j: Tensor | int) -> Any:
-        """Whether query ``i`` sees key ``j``: the definition. Ints give a bool, integer tensors a bool
-        tensor.
+        """Return True if query ``i`` sees key ``j``; integer tensors give a bool tensor.
+
+        This is the definition of the mask.
         """
         seen = (i == i) & (j == j)
         if self.left is not None:
@@ -81,15 +82,15 @@ class Mask:
 
     @property
     def band(self) -> "Mask":
-        """Itself, as the band of a MaskFunction."""
+        """The mask itself; the band of a MaskFunction has the same name."""
         return self
 
     def as_function(self) -> MaskFunction:
-        """The function that says what the band says."""
+        """Return the MaskFunction that shows the same keys."""
         return MaskFunction(self, EVERYWHERE, ())
 
     def meet(self, other: "Mask") -> "Mask | None":
-        """The keys that both show, if they are a band."""
+        """Return the band of keys that both masks show, or None if they form no band."""
         left, right = (_least(x, y) for x, y in ((self.left, other.left), (self.right, other.right)))
         if not (self.prefix or other.prefix):
             return Mask(left, right)
@@ -102,9 +103,9 @@ class Mask:
         return None
 
     def _join(self, other: "Mask") -> "Mask | None":
-        """The keys that either shows, if they are a band: none lies between them."""
-        if self._is_hollow or other._is_hollow:
-            return other if self._is_hollow else self
+        """Return the band of keys that either mask shows, or None if they form no band."""
+        if self._is_empty or other._is_empty:
+            return other if self._is_empty else self
         bounds = [
             (-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right)
             for x in (self, other)
@@ -115,15 +116,15 @@ class Mask:
         return hull if is_whole and (hull.left is None or not hull.prefix) else None
 
     def hull(self, other: "Mask") -> "Mask":
-        """The least band that shows what either shows."""
+        """Return the smallest band that contains both masks."""
         left, right = (
             None if None in both else max(both) for both in zip(self._sides, other._sides, strict=True)
         )
         return Mask(left, right, max(self.prefix, other.prefix) if right is not None else 0)
 
     @property
-    def _is_hollow(self) -> bool:
-        """Whether it shows no key to any query."""
+    def _is_empty(self) -> bool:
+        """True if the mask hides every key from every query."""
         return None not in self._sides and self.left + self.right < 0
 
     @property
@@ -131,28 +132,29 @@ class Mask:
         return self.left, self.right
 
     def unbounded(self) -> "Mask":
-        """The band of all keys."""
+        """Return the band that shows all keys."""
         return FULL
 
     def program(self) -> Program:
-        """Whether query ``i`` sees key ``j``, as a program."""
-        return Program(_text_of(self.left, self.right, self.prefix))
+        """Return the mask as a program of indices, which backends can run."""
+        return Program(_band_text(self.left, self.right, self.prefix))
 
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
-        """The exact half-open range of keys, of ``total``, that some query in ``[first, last)`` sees.
+        """Return the half-open range of keys, out of ``total``, that some query in ``[first, last)`` sees.
 
-        The range has no hole: every key in it is seen by at least one of these queries. An empty
-        range is ``(0, 0)``.
+        The range is exact and has no hole: at least one of these queries sees each key in it. An empty range
+        is ``(0, 0)``.
         """
-        if first >= last or self._is_hollow:
+        if first >= last or self._is_empty:
             return (0, 0)
         start = 0 if self.left is None else max(0, first - self.left)
         stop = total if self.right is None else min(total, max(last + self.right, self.prefix))
         return (start, stop) if start < stop else (0, 0)
 
     def covers(self, first: int, last: int, start: int, stop: int) -> bool:
-        """Whether every query in ``[first, last)`` sees every key in ``[start, stop)``: such a tile needs no
-        mask.
+        """True if every query in ``[first, last)`` sees every key in ``[start, stop)``.
+
+        Kernels need no mask for such a tile.
         """
         if stop <= self.prefix:
             return True
@@ -162,7 +164,7 @@ class Mask:
 
     @property
     def kept(self) -> RetainedKeys:
-        """What a cache must keep for this mask.
+        """The keys that a cache must retain for this mask.
 
         >>> sliding(4).kept, CAUSAL.kept
         (RetainedKeys(window=4, first=0), RetainedKeys(window=None, first=0))
@@ -171,7 +173,7 @@ class Mask:
 
     @property
     def spelled(self) -> str:
-        """As people write it."""
+        """The shortest Python expression for this mask, such as ``sliding(4)``."""
         if self.left is None and self.prefix == 0 and self.right in (None, 0):
             return "FULL" if self.right is None else "CAUSAL"
         is_window = self.left is not None and self.right == self.prefix == 0
@@ -179,8 +181,9 @@ class Mask:
 
     @property
     def reach(self) -> int | None:
-        """How many keys before its own a query sees; None without bound, negative where it sees later keys
-        alone.
+        """The number of keys before its own that a query sees.
+
+        None means that there is no bound. A negative number means that a query sees only later keys.
 
         >>> sliding(4).reach, CAUSAL.reach, sliding(4).shift(9).reach
         (3, None, -6)
@@ -189,7 +192,7 @@ class Mask:
 
     @property
     def sees_all_before(self) -> bool:
-        """Whether every query sees its own key and all keys before it.
+        """True if every query sees its own key and all keys before it.
 
         >>> CAUSAL.sees_all_before, sliding(4).sees_all_before, CAUSAL.shift(-1).sees_all_before
         (True, False, False)
@@ -197,7 +200,7 @@ class Mask:
         return self.left is None and (self.right is None or self.right >= 0)
 
     def without_prefix(self) -> "Mask":
-        """The band alone.
+        """Return the same band without its prefix.
 
         >>> Mask(right=0, prefix=5).without_prefix() == CAUSAL
         True
@@ -205,9 +208,10 @@ class Mask:
         return Mask(self.left, self.right) if self.prefix else self
 
     def shift(self, n: int) -> "Mask":
-        """The same band moved ``n`` keys to the right: ``CAUSAL.shift(n)`` sees ``n`` keys past itself.
+        """Return the same band moved ``n`` keys to the right.
 
-        With ``s`` queries and ``t`` keys, ``CAUSAL.shift(s - t)`` is the top-left alignment.
+        A query under ``CAUSAL.shift(n)`` sees the ``n`` keys after its own as well. With ``s`` queries and
+        ``t`` keys, ``CAUSAL.shift(s - t)`` aligns the first query with the first key (top-left alignment).
         """
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n: expected an int, got {n!r}")
@@ -216,14 +220,14 @@ class Mask:
         return Mask(left, right, self.prefix)
 
     def queries(self, first: int, last: int, start: int, stop: int) -> tuple[int, int]:
-        """The exact half-open range of queries, of ``[first, last)``, that see some key in ``[start, stop)``.
+        """Return the half-open range of queries in ``[first, last)`` that see some key in ``[start, stop)``.
 
-        The range has no hole. An empty range is ``(0, 0)``.
+        The range is exact and has no hole. An empty range is ``(0, 0)``.
 
         >>> sliding(3).queries(0, 9, 4, 6)
         (4, 8)
         """
-        if start >= stop or self._is_hollow:
+        if start >= stop or self._is_empty:
             return (0, 0)
         if self.right is not None and start >= self.prefix:
             first = max(first, start - self.right)
@@ -232,8 +236,10 @@ class Mask:
         return (first, last) if first < last else (0, 0)
 
     def is_causal_among(self, first: int, last: int) -> bool:
-        """Whether each query in ``[first, last)``, two or more, sees of the keys there those up to its own
-        alone.
+        """True if the mask is plain causal attention among the queries and keys in ``[first, last)``.
+
+        Each of these queries then sees exactly the keys from ``first`` up to its own. The range must hold at
+        least two queries.
 
         >>> sliding(3).is_causal_among(5, 8), sliding(3).is_causal_among(5, 9)
         (True, False)
@@ -242,7 +248,7 @@ class Mask:
         return after_left and self.right == 0 and self.prefix <= first + 1
 
     def counted_from(self, key: int) -> "Mask":
-        """The same mask for indices of queries and keys that count from key ``key``: the prefix moves.
+        """Return the same mask for indices that are counted from key ``key``; only the prefix changes.
 
         >>> Mask(right=0, prefix=5).counted_from(3)
         Mask(left=None, right=0, prefix=2)
@@ -257,33 +263,36 @@ NOTHING = Mask(left=0, right=-1)
 
 
 def refuse_mask(mask: object) -> NoReturn:
-    """Raise TypeError for what is no mask, and name what makes one of it."""
+    """Raise TypeError for an object that is not a mask; the message says how to make one."""
     remedy = "; mask=FULL hides nothing" if mask is None else ""
     if isinstance(mask, Tensor):
         remedy = (
-            "; a bool one [b|1, h|1, s, t], True where a key is seen, is attnlib.masks.mask_tensor(shown)"
+            "; wrap a bool tensor [b|1, h|1, s, t], True where a key is visible, in "
+            "attnlib.masks.mask_tensor(shown)"
         )
     elif callable(mask):
-        remedy = "; a function of b, h, i, j is attnlib.mask_mod(function, *tensors)"
-    expected = "a Mask such as CAUSAL, FULL or sliding(n), or what masks.mask_tensor() or mask_mod() makes"
+        remedy = "; wrap a function of b, h, i, j in attnlib.mask_mod(function, *tensors)"
+    expected = "a Mask such as CAUSAL, FULL or sliding(n), or a mask from masks.mask_tensor() or mask_mod()"
     raise TypeError(f"mask: expected {expected}, got {type(mask).__name__}{remedy}")
 
 
 @kind
 def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
-    """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a
-    bool.
+    """Return the mask of a function of indices: ``function(b, h, i, j, *arguments)`` returns a bool.
 
-    ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
-    :class:`Mask`. They are int64, and bools and integers mean what they mean in torch; floats are fp32. The
-    function may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``,
-    ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the
-    indexing of tensors that are passed as arguments, whose indices are clamped to what there is. It is called
-    once, with stand-ins, so that Python's ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments
-    stands for int64 ``[b]``, the storage index of the first query of each sequence.
+    ``b`` is the sequence, ``h`` the query head, and ``i`` and ``j`` are the storage indices of query and key,
+    as in :class:`Mask`. Indices are int64, bools and integers behave as in torch, and floats are fp32.
+
+    The function may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``,
+    ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid`` and ``sqrt``. It may
+    index the tensors that are passed as arguments; their indices are clamped to the valid range. The function
+    is called once, with stand-ins for the indices, so Python's ``if`` cannot test an index.
+
+    ``FIRST_QUERY`` among the arguments stands for an int64 tensor ``[b]``: the storage index of the first
+    query of each sequence.
 
     Raises:
-        TraceError: what the function does cannot run in a kernel; the message names the line.
+        TraceError: the function does something that a kernel cannot; the message names the line.
 
     >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
     >>> mask = CAUSAL & mask_mod(lambda b, h, i, j, document: document[b, i] == document[b, j], documents)
@@ -298,8 +307,8 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
 
 
 @constant
-def _text_of(left: int | None, right: int | None, prefix: int) -> str:
-    """The text of a band's program."""
+def _band_text(left: int | None, right: int | None, prefix: int) -> str:
+    """Return the text of a band's program."""
     steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
     seen: Operand = True
     if left is not None:
@@ -317,10 +326,11 @@ def _least(x: int | None, y: int | None) -> int | None:
 
 @kind
 def sliding(window: int) -> Mask:
-    """Causal attention to the last ``window`` keys, the query's own included.
+    """Return the mask of causal attention to the last ``window`` keys, the query's own included.
 
     Raises:
-        ValueError: the window holds no key.
+        TypeError: ``window`` is not an int.
+        ValueError: ``window`` is below 1, or does not fit int32.
     """
     if isinstance(window, bool) or not isinstance(window, int):
         raise TypeError(f"window: expected an int, got {window!r}")

@@ -1,6 +1,4 @@
-"""Which keys a query sees, where no band says it: a band and a function of indices, which both have to
-agree.
-"""
+"""Mask functions: a band combined with a function of indices; a key is visible if both show it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,28 +14,30 @@ from ..tracing.evaluation import evaluated
 from ..tracing.program import INDICES, Program, combined
 from ..tracing.trace import FirstQuery, captured_of, traced
 
-GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
-CHANGED = (-1,)  # in place of versions: those of no tensors
+GRAIN = 64  # kernels sort a function's pairs into tiles of 64 queries x 64 keys: hidden, partial or full
+CHANGED = (-1,)  # tensor versions that match no tensor: the tiles of a copied mask are out of date
 EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
 
 
 class RetainedKeys(NamedTuple):
-    """What a cache must keep for a mask: the last ``window`` keys, the query's own included, None for all;
-    and besides them the ``first`` ones."""
+    """The keys that a cache must retain for a mask: the last ``window`` ones and the ``first`` ones.
+
+    ``window`` counts the query's own key; None retains all keys.
+    """
 
     window: int | None
     first: int = 0
 
     def within(self, other: "RetainedKeys") -> "RetainedKeys":
-        """What is enough for the keys that two masks both show."""
+        """Return the keys to retain for the intersection of two masks."""
         if None in (self.window, other.window):
             return other if self.window is None else self
         return RetainedKeys(min(self.window, other.window), max(self.first, other.first))
 
 
 class Band(Protocol):
-    """What a function asks of the band beside it, which is a :class:`attnlib.Mask`."""
+    """The interface that a MaskFunction needs of its band; :class:`attnlib.Mask` implements it."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor: ...
     def meet(self, other: "Band") -> "Band | None": ...
@@ -53,71 +53,79 @@ class Band(Protocol):
 @leading_to("make one by mask_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskFunction:
-    """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
+    """A mask made of a band and a function of indices; a key is visible only if both show it.
 
-    ``program`` is what the function does, ``tensors`` what it reads; the function itself is not kept, so that
-    masks can be copied and pickled. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike.
-    ``tiles`` is what :meth:`block_mask` has found. ``far`` is what its author knows that a cache must keep,
-    if less than its band says. ``sections``: if the function only keeps documents of a row apart, where these
-    begin, and its end; int32. ``dims`` are as in :class:`ScoreFunction`, "" for a tensor whose dimensions
-    nobody documents.
+    :func:`attnlib.mask_mod` makes it. Bands and mask functions combine by ``&``, ``|`` and ``~``.
+
+    Attributes:
+        program: the traced function. The Python function is not stored, so masks can be copied and pickled.
+        tensors: the tensors that the program reads.
+        tiles: the kind of each tile (hidden, partial or full), if :meth:`block_mask` has computed it.
+        far: the keys that a cache must retain, if the author knows that fewer than the band's suffice.
+        sections: int32 start offsets and the end of the documents in a row, if the function only separates
+            documents; otherwise None.
+        dims: the letters of each tensor's dimensions, as in :class:`ScoreFunction`; "" if undocumented.
     """
 
     band: Band
     program: Program
     tensors: tuple[Tensor, ...]
     tiles: Tensor | None = field(default=None, repr=False)
-    versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
-    sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
+    versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when the tiles were computed
+    sizes: tuple[int, ...] = field(default=(), repr=False)  # query and key counts of the tiles
     far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
     dims: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def spelled(self) -> str:
-        """Its band as people write it, and that there is more."""
+        """A short text for messages: the band, and a note that there is a function."""
         return f"{self.band.spelled} & a function"
 
     @property
     def kept(self) -> RetainedKeys:
-        """What a cache must keep for this mask."""
+        """The keys that a cache must retain for this mask."""
         return self.band.kept if self.far is None else self.far
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
+        """Return a bool tensor: True where query ``i`` of head ``h`` in sequence ``b`` sees key ``j``.
 
-        Tensors broadcast. ``first`` is the storage index of the first query of each sequence.
+        This is the definition of the mask. The arguments are tensors that broadcast; ``first`` is the storage
+        index of the first query of each sequence.
         """
         return self.band.visible(i, j) & self.definition(b, h, i, j, first)
 
     def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """True where the function lets query ``i`` see key ``j``; its floats are fp32 for calls of any
-        dtype.
+        """Return a bool tensor: True where the function shows key ``j`` to query ``i``, whatever the band.
+
+        Floats are computed in fp32 for calls of any dtype.
         """
         return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
-        """The same function of other tensors, of the same dtypes and ranks."""
+        """Return the same function bound to other tensors, of the same dtypes and ranks."""
         return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
 
     def of_part(self) -> "MaskFunction":
-        """Return the same mask for a part of a call, whose sizes need not be those of its tensors."""
+        """Return the mask for a part of a call, whose sizes need not match the tensors."""
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
-        """Compare its tensors with the sizes of a call; see ``checks.check_dims``."""
+        """Raise ValueError if the tensors do not match the sizes of a call; see ``checks.check_dims``."""
         check_dims("mask: expected a tensor", self.tensors, self.dims, sizes, least)
 
     def block_mask(
         self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None
     ) -> "MaskFunction":
-        """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
+        """Return the same mask with precomputed tiles, for dense calls of these sizes.
 
-        It knows which tiles the function hides or shows whole, which kernels else find out at each call:
-        worth it where many layers share a mask. Dense calls of other sizes are refused, and any once a tensor
-        that the function reads has changed in place; packed calls and those over caches find out for
-        themselves. Without such tensors, name the ``device`` of these calls, which are refused on another
-        one.
+        The sizes are ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys. Without precomputed
+        tiles, kernels find out at every call which tiles the function hides or shows entirely, so this pays
+        off if many layers share a mask.
+
+        Dense calls of other sizes are refused, and so are dense calls after a tensor that the function reads
+        has changed in place. Packed and cached calls still compute the tiles themselves. If the function
+        reads no tensor, pass the ``device`` of the calls; calls on another device are refused.
         """
         self.check({"b": b, "h": h, "s": s, "t": t}, {"T": t})
         device = self.tensors[0].device if self.tensors and device is None else device
@@ -125,20 +133,16 @@ class MaskFunction:
         return replace(self, tiles=tiles, versions=self.versions_now(), sizes=(s, t))
 
     def versions_now(self) -> tuple[int, ...]:
-        """How often each tensor that the function reads has changed in place; 0 for those that do not
-        count.
-        """
+        """Return how often each tensor has changed in place; 0 for inference tensors, which do not count."""
         return tuple(0 if x.is_inference() else x._version for x in self.tensors)
 
     def planes(self, b: int, h: int) -> tuple[int, int]:
-        """How many sequences and heads of a dense call differ: one, where the function does not ask which it
-        is.
-        """
+        """Return how many sequences and heads differ: 1 if the function does not read that index."""
         read = self.program.read
         return b if "b" in read else 1, h if "h" in read else 1
 
     def as_function(self) -> "MaskFunction":
-        """Itself; a band gives the function that it is."""
+        """Return the mask itself; on a band, the same method returns an equivalent MaskFunction."""
         return self
 
     def __and__(self, other: object) -> "Band | MaskFunction":
@@ -148,7 +152,7 @@ class MaskFunction:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and (known[0].tiles is not None or known[0].sections is not None):
-                (one,) = known  # what is known of its function says nothing of the band
+                (one,) = known  # tiles and sections describe its function only, so they hold for any band
                 both = replace(
                     both, tiles=one.tiles, versions=one.versions, sizes=one.sizes, sections=one.sections
                 )
@@ -173,7 +177,10 @@ class MaskFunction:
     __ror__ = __or__
 
     def __getstate__(self) -> dict[str, object]:
-        """All of it; whether tiles are still those of the tensors, since a copy counts their changes anew."""
+        """Return all fields, with a flag instead of ``versions``: copied tensors count from 0 again.
+
+        The flag is True if the tiles still match the tensors.
+        """
         state = {x.name: getattr(self, x.name) for x in fields(self)}
         return state | {"versions": self.versions == self.versions_now()}
 
@@ -185,9 +192,7 @@ class MaskFunction:
 
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
-    """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see
-    :func:`attnlib.mask_mod`.
-    """
+    """Return the mask of a band and ``function(b, h, i, j, *arguments)``; see :func:`attnlib.mask_mod`."""
     program = traced("mask", function, arguments)
     return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)))
 
@@ -196,10 +201,10 @@ def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | Fir
 def _tiles(
     mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: torch.device | str | None
 ) -> Tensor:
-    """What the function says of tiles, int8 ``[b, h, rows of tiles, columns]``: 0 is hidden, 1 cut, and 2
-    whole.
+    """Return the kind of each tile, int8 ``[b, h, tile rows, tile columns]``.
 
-    A row of tiles at a time; pairs behind the last query or key do not count.
+    0 means that the function hides the whole tile, 2 that it shows the whole tile, and 1 anything between.
+    Pairs beyond the last query or key do not count. The function is evaluated one row of tiles at a time.
     """
     b, h = planes
     columns = -(-t // GRAIN)
@@ -222,7 +227,7 @@ def _function(x: object) -> MaskFunction | None:
 
 
 def _all_of(x: MaskFunction) -> MaskFunction:
-    """The same mask, with its band in its program too, and so with any band around it."""
+    """Return the same mask with its band folded into the program, so that any band may surround it."""
     own = tuple(range(len(x.tensors)))
     program = combined(
         "logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors)
@@ -231,8 +236,9 @@ def _all_of(x: MaskFunction) -> MaskFunction:
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
-    """Join two functions within a band; a tensor that both read is read once if its documented dimensions
-    agree.
+    """Combine two functions within a band by a logical operation.
+
+    A tensor that both functions read is passed once if both document the same dimensions for it.
     """
     of_x, of_y = (zip_longest(one.tensors, one.dims, fillvalue="") for one in (x, y))
     read, at_y = [*of_x], []
@@ -249,6 +255,6 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
 def _simplest(
     band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[str, ...]
 ) -> "Band | MaskFunction":
-    """The band alone, where the program says nothing."""
+    """Return only the band if the program always returns True and there are no tensors."""
     says_nothing = program.text.endswith("return True") and not tensors
     return band if says_nothing else MaskFunction(band, program, tensors, dims=dims)

@@ -1,8 +1,8 @@
-"""Masks by function that people ask for, in a few lines each; all of them compose by ``&``, ``|`` and ``~``.
+"""Ready-made mask functions, a few lines each; combine them with ``&``, ``|`` and ``~``.
 
-Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call. Calls raise
-ValueError for a tensor of other sizes than theirs; lengths that are known on the device alone need
-``ATTNLIB_CHECK=1`` for that.
+All indices are storage indices, as in :class:`attnlib.Mask`. Put the tensors on the device of the call. A
+call raises ValueError if the sizes of a tensor do not match; if the lengths are known only on the device, it
+does so only with ``ATTNLIB_CHECK=1``.
 """
 
 from dataclasses import replace
@@ -19,10 +19,9 @@ from .function import MaskFunction, RetainedKeys
 
 @kind
 def documents(numbers: Tensor) -> MaskFunction:
-    """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is
-    of.
+    """Return the mask of packed documents: a query sees only the keys of its own document.
 
-    More columns than ``t`` are never read.
+    ``numbers`` int ``[b, t]`` is the document number of each token. Columns beyond ``t`` are never read.
 
     >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) & CAUSAL
     MaskFunction(band=Mask(left=None, right=0, prefix=0), ...
@@ -33,11 +32,11 @@ def documents(numbers: Tensor) -> MaskFunction:
 
 @kind
 def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
-    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from
-    0.
+    """Return the :func:`documents` mask of one packed sequence ``[1, tokens]``, from document offsets.
 
-    Dense calls with it run as :func:`attnlib.varlen_attention` does, where nothing else depends on places in
-    the row: no other function, ALiBi, dropout, ``key_starts`` or ``key_ends``.
+    ``cu_seqlens`` int ``[n + 1]`` holds the offsets, which start at 0. A dense call with this mask runs as
+    :func:`attnlib.varlen_attention` if nothing else depends on positions in the row: no other function,
+    ALiBi, dropout, ``key_starts`` or ``key_ends``.
     """
     _check("cu_seqlens", cu_seqlens, 1)
     at = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
@@ -45,28 +44,32 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
     ends = (
         cu_seqlens[1:].clamp(max=tokens),
         cu_seqlens.new_full((1,), tokens),
-    )  # of what comes after them, too
+    )  # the last section holds the tokens after the last document
     return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 
 @kind
 def prefix_lm(lengths: Tensor) -> MaskFunction:
-    """All of a prompt, and causally what follows; the prompts have ``lengths`` int ``[b]``."""
+    """Return the prefix-LM mask: all queries see the whole prompt, and the other keys causally.
+
+    ``lengths`` int ``[b]`` is the prompt length of each sequence.
+    """
     _check("lengths", lengths, 1)
     return CAUSAL | replace(mask_mod(lambda b, h, i, j, length: j < length[b], lengths), dims=("b",))
 
 
 @kind
 def dilated(step: int) -> MaskFunction:
-    """Every ``step``-th key, counted from the query's own."""
+    """Return the mask that shows every ``step``-th key, counted from the query's own key."""
     check_count("step", step, least=1)
     return mask_mod(lambda b, h, i, j: (i - j) % step == 0)
 
 
 @kind
 def global_tokens(count: int) -> MaskFunction:
-    """The first ``count`` tokens see all and are seen by all; with a window, Longformer (Beltagy et al.,
-    2004.05150).
+    """Return the mask in which the first ``count`` tokens see all keys, and all queries see them.
+
+    Combined with a window, this is Longformer attention (Beltagy et al., 2020, arXiv 2004.05150).
 
     >>> (sliding(256) | global_tokens(4)).band
     Mask(left=None, right=None, prefix=0)
@@ -77,10 +80,10 @@ def global_tokens(count: int) -> MaskFunction:
 
 @kind
 def attention_sinks(count: int, window: int) -> AnyMask:
-    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023,
-    2309.17453).
+    """Return the StreamingLLM mask: the last ``window`` keys and the first ``count`` keys, causally.
 
-    A paged cache of the layers that have this mask keeps both, and drops the pages between.
+    A paged cache retains both for layers with this mask, and frees the pages in between (Xiao et al., 2023,
+    arXiv 2309.17453).
     """
     check_count("count", count, least=1)
     both = sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
@@ -89,16 +92,17 @@ def attention_sinks(count: int, window: int) -> AnyMask:
 
 @kind
 def chunked(size: int) -> MaskFunction:
-    """Causal attention within chunks of ``size`` tokens, as in Llama 4."""
+    """Return the mask of causal attention within chunks of ``size`` tokens, as in Llama 4."""
     check_count("size", size, least=1)
     return sliding(size) & mask_mod(lambda b, h, i, j: i // size == j // size)
 
 
 @kind
 def bidirectional_spans(numbers: Tensor) -> MaskFunction:
-    """Causal attention, and all of the span that a token is in, as image tokens have in Gemma 3.
+    """Return a causal mask in which all tokens of a span also see each other.
 
-    ``numbers`` int ``[b, t]`` tell which span a token is in; below 0 it is in none.
+    Gemma 3 uses such spans for images. ``numbers`` int ``[b, t]`` is the span number of each token; a
+    negative number means that the token is in no span.
     """
     _check("numbers", numbers, 2)
     spans = mask_mod(lambda b, h, i, j, n: (n[b, i] == n[b, j]) & (n[b, i] >= 0), numbers)
@@ -107,18 +111,21 @@ def bidirectional_spans(numbers: Tensor) -> MaskFunction:
 
 @kind
 def head_windows(windows: Tensor) -> MaskFunction:
-    """Causal attention to the last ``windows[h]`` keys, int ``[h]``, of which the query's own is one."""
+    """Return a causal mask with one window per query head.
+
+    Head ``h`` sees the last ``windows[h]`` keys, the query's own included; ``windows`` is int ``[h]``.
+    """
     _check("windows", windows, 1)
     return CAUSAL & replace(mask_mod(lambda b, h, i, j, window: i - j < window[h], windows), dims=("h",))
 
 
 @kind
 def tree(shown: Tensor) -> MaskFunction:
-    """All that was stored before this step, and of the step's own tokens those that ``shown`` has, for
-    drafts.
+    """Return the mask of a draft tree, for speculative decoding.
 
-    ``shown`` bool ``[tokens, tokens]`` tells of each token of a draft tree which it descends from, itself
-    included.
+    Every query sees all tokens stored before this step. Among the tokens of this step, query ``i`` sees key
+    ``j`` if ``shown[i, j]``. ``shown`` bool ``[tokens, tokens]`` marks the ancestors of each draft token and
+    the token itself.
     """
     _check("shown", shown, 2, torch.bool)
 
@@ -130,10 +137,10 @@ def tree(shown: Tensor) -> MaskFunction:
 
 @kind
 def used(queries: Tensor, keys: Tensor) -> MaskFunction:
-    """Causal attention of the first ``queries[b]`` rows to the first ``keys[b]`` keys, int ``[b]`` each.
+    """Return the causal mask of the first ``queries[b]`` rows over the first ``keys[b]`` keys.
 
-    They are flash-attn's ``seqused_q`` and ``seqused_k``: the last of these rows sees the last of these keys,
-    and rows beyond see nothing.
+    ``queries`` and ``keys``, int ``[b]`` each, are flash-attn's ``seqused_q`` and ``seqused_k``. The last of
+    these rows sees the last of these keys; rows beyond see nothing.
     """
     _check("queries", queries, 1)
     _check("keys", keys, 1)
@@ -147,18 +154,18 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
 
 @kind
 def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
-    """Of ``keys`` keys the blocks that a list names, int ``[b, h, query blocks, n]``; -1 names none, and h
-    may be 1.
+    """Return the block-sparse mask that shows the key blocks listed in ``indices``.
 
-    Blocks have ``block_size`` tokens, those of queries counted from the call's first row, those of keys from
-    0. So select native sparse attention (Yuan et al., 2025, 2502.11089) and MoBA (Lu et al., 2025,
-    2502.13189).
+    ``indices`` int ``[b, h, query blocks, n]`` lists ``n`` key blocks per query block; -1 is an empty slot,
+    and ``h`` may be 1. Blocks have ``block_size`` tokens. Query blocks count from the call's first row, key
+    blocks from key 0, and ``keys`` is the number of keys. Native sparse attention (Yuan et al., 2025, arXiv
+    2502.11089) and MoBA (Lu et al., 2025, arXiv 2502.13189) select keys in this way.
     """
     _check("indices", indices, 4)
     check_count("block_size", block_size, least=1)
     check_count("keys", keys, least=1)
     blocks = -(-keys // block_size)
-    # One more, for those that name none, and for keys beyond.
+    # One extra block, always hidden: for the slots of -1 and for keys beyond the last block.
     shown = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     known = (indices >= 0) & (indices < blocks)
     shown.scatter_(3, torch.where(known, indices, blocks).long(), True)
@@ -173,12 +180,11 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
 
 @kind
 def mask_tensor(shown: Tensor) -> MaskFunction:
-    """Show what a bool tensor ``[b, h, s, t]`` shows; its dimensions may be 1, and its rows are the call's
-    queries.
+    """Return the mask that a bool tensor ``[b, h, s, t]`` describes: True where a key is visible.
 
-    Packed calls take a larger one, and compare it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are
-    given. Calls over a cache take any ``t`` of ``s`` or more. Lengths that are known on the device alone are
-    compared with ``ATTNLIB_CHECK=1`` only.
+    Any dimension may be 1. Row 0 is the call's first query. Packed calls accept a larger tensor, and compare
+    it with ``max_seqlen_q`` and ``max_seqlen_k`` if these are given. Calls over a cache accept any ``t`` of
+    at least ``s``. Lengths that are known only on the device are compared only with ``ATTNLIB_CHECK=1``.
     """
     _check("shown", shown, 4, torch.bool)
     batch, heads, rows, columns = which = [varies(size) for size in shown.shape]

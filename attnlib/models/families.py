@@ -1,7 +1,7 @@
-"""How families of models store their attention, and what their config.json says of it: plain data, one table.
+"""Model families: weight names, storage layouts and config.json keys of their attention, in one table.
 
-Checkpoint conversion reads folders by it, and the layers of transformers' models are found by it. What a
-family's attention computes beyond that, its windows and norms, is for those who make layers.
+Checkpoint conversion reads folders with this table, and the transformers integration finds attention layers
+with it. Other properties of a family, such as its windows and norms, belong to the code that builds layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Gains = Literal["shared", "joined", "apart"]
 
 
 def alike(*names: str) -> Names:
-    """Modules that have our names."""
+    """Pair each module name with itself, for families that name modules as attnlib does."""
     return tuple((name, (name,)) for name in names)
 
 
@@ -26,8 +26,9 @@ NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
 
 
 class DefaultSizes(NamedTuple):
-    """What transformers takes where a config.json does not say; None: as many as heads, and the width over
-    heads.
+    """Sizes that transformers assumes if config.json does not give them.
+
+    ``kv_heads=None`` means as many as ``heads``; ``head_dim=None`` means ``width / heads``.
     """
 
     width: int
@@ -42,12 +43,12 @@ LARGE = DefaultSizes(4096, 32, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStorage:
-    """How a family's attention is stored; Llama's by default.
+    """Storage of a family's attention in checkpoints; the defaults are Llama's.
 
-    ``path`` matches the name of a layer's attention, its group is the layer's number, and ``stem`` what comes
-    before it in a file. ``weights`` pair names of its modules with ours; several of ours are fused, one after
-    another, or head by head if ``is_by_head``. The rest are keys of config.json, and ``sizes`` and ``theta``
-    what they are where it has none.
+    ``path`` is a regex for the name of a layer's attention module; its group is the layer number. ``stem``
+    matches the prefix of that name in a file. ``weights`` pairs the family's module names with ours. A module
+    that pairs with several of ours stores them fused: one after another, or head by head if ``is_by_head``.
+    Most other fields are keys of config.json; ``sizes`` and ``theta`` are the defaults for missing keys.
     """
 
     path: str = r"layers\.([0-9]{1,6})\.self_attn"
@@ -55,35 +56,32 @@ class AttentionStorage:
     weights: Names = GROUPED
     is_transposed: bool = False  # weights are [in, out]
     is_by_head: bool = False  # rows are [head, (q, k, v), channel]
-    gains: Gains = (
-        "shared"  # of q_norm and k_norm [d]; "joined": [heads * d] of one norm, "apart": [heads, d]
-    )
+    # Shape of the q_norm and k_norm weights: "shared" is [d], "joined" is [heads * d] with one norm over all
+    # heads, and "apart" is [heads, d].
+    gains: Gains = "shared"
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
-    kv_heads: str | None = "num_key_value_heads"  # None: no loader of the family knows fewer than heads
+    kv_heads: str | None = "num_key_value_heads"  # None: the family's loaders require as many as heads
     head_dim: str | None = "head_dim"
     sizes: DefaultSizes = LARGE
-    rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
-    rotates_part: bool = False  # as partial_rotary_factor says; others rotate whole heads whatever it says
-    rope_layers: str | None = (
-        None  # a field that lists which layers rotate, or "layer_types": those with a window
-    )
+    rope: str | None = "half"  # or "interleaved", or the config key of a flag for interleaved
+    rotates_part: bool = False  # True: partial_rotary_factor counts; other families ignore it
+    # Config key of the list of layers that rotate; "layer_types" means that only windowed layers rotate.
+    rope_layers: str | None = None
     theta: float = 10_000.0
-    share: float = 1.0  # of a head that rotates
-    window_theta: float | None = None  # of layers with a window, where these have a rope of their own
-    clip: str | None = None  # a field that bounds q, k and v
+    share: float = 1.0  # default share of each head that rotates
+    window_theta: float | None = None  # theta of windowed layers, if it differs
+    clip: str | None = None  # config key of the bound on q, k and v
 
     @property
     def attention(self) -> str:
-        """What a layer calls its attention."""
+        """The attribute name of the attention module in its layer."""
         return self.path.rpartition(".")[2]
 
 
 def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
-    """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many
-    ``heads``.
-    """
+    """Split a stored weight or bias into ours, with ``rows`` rows each, for a layer of ``heads`` heads."""
     x = x.T if family.is_transposed and x.dim() == 2 else x
     if len(rows) == 1:
         return (x,)
@@ -93,7 +91,10 @@ def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int)
 
 
 def fused(family: AttentionStorage, parts: Sequence[Tensor], heads: int) -> Tensor:
-    """The inverse of :func:`parted`; by head all parts have as many heads."""
+    """Fuse our weights or biases into the stored one, the inverse of :func:`parted`.
+
+    If the family stores weights head by head, all of them must have ``heads`` heads.
+    """
     x = parts[0]
     if len(parts) > 1 and family.is_by_head:
         x = torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
@@ -110,7 +111,7 @@ QWEN2 = AttentionStorage(sizes=DefaultSizes(4096, 32, 32, 32))
 QWEN2_VL = AttentionStorage(sizes=DefaultSizes(8192, 80, 64, 8), head_dim=None, theta=1e6)
 OLMO2 = AttentionStorage(weights=NORMED, gains="joined")
 COHERE = AttentionStorage(sizes=DefaultSizes(8192, 40, 64), rope="interleaved")
-# By the config's model_type; of models that also see, by that of its text_config.
+# Keys are the config's model_type; for vision-language models, the model_type of its text_config.
 STORED: Mapping[str, AttentionStorage] = MappingProxyType(
     {
         "llama": LLAMA,
@@ -192,7 +193,7 @@ STORED: Mapping[str, AttentionStorage] = MappingProxyType(
         ),
     }
 )
-# Models that also see, and the family of their text where its config does not say.
+# Vision-language models, and the family of their language model if its config does not name one.
 SEEING: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",

@@ -1,6 +1,4 @@
-"""Attention over sequences that several ranks share, on torch.distributed: each rank has a part of the
-tokens.
-"""
+"""Context parallelism: attention over sequences that are sharded by token over ranks (torch.distributed)."""
 
 from .context_parallel import ContextParallel
 from .functions import context_attention, gather_attention, head_attention, ring_attention

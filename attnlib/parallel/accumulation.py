@@ -1,26 +1,26 @@
-"""What pieces of attention add up to: outputs and gradients of all tokens, in fp32 (fp64 for fp64)."""
+"""Accumulators of partial attention: outputs and gradients of all tokens, in fp32 (fp64 for fp64 inputs)."""
 
 import torch
 from torch import Tensor
 
 
 class PartialAttention:
-    """The output and LSE of queries over the keys that have passed."""
+    """The running output and LSE of queries over the keys seen so far."""
 
     def __init__(self, q: Tensor):
-        self._q, self._wide = q, wide_of(q)
+        self._q, self._wide = q, torch.promote_types(q.dtype, torch.float32)
         self.out: Tensor | None = None
 
     def begin(self, v: Tensor) -> None:
-        """Learn from values how wide the output is."""
+        """Set the width and dtype of the output to those of ``v``."""
         self._width, self._dtype = v.shape[-1], v.dtype
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what these queries find at other keys."""
-        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first of all queries
+        """Merge the output and LSE that these queries have over further keys."""
+        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result for all queries
             self.out, self.lse = out.to(self._wide), lse.to(self._wide)
             return
-        self._make_room()
+        self._allocate()
         known, found = self.lse[..., queries], self.out[..., queries, :, :]
         both = torch.logaddexp(known, lse)
         share = torch.exp(lse - both).masked_fill(both == -torch.inf, 0)
@@ -28,15 +28,15 @@ class PartialAttention:
         known.copy_(both)
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output, in the dtype of a call's, and the LSE, with sinks."""
-        self._make_room()
+        """Return the output, in the dtype of the values, and the LSE; both include the sinks."""
+        self._allocate()
         if sinks is not None:
             both = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
             self.out *= torch.exp(self.lse - both).mT.unsqueeze(-1)
             self.lse = both
         return self.out.to(self._dtype), self.lse
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         if self.out is None:
             shape = self._q.shape[:-1]
             self.out = self._q.new_zeros(*shape, self._width, dtype=self._wide)
@@ -44,7 +44,7 @@ class PartialAttention:
 
 
 class Sum:
-    """The gradient of a tensor of tokens, added up from those of its parts; one alone keeps its dtype."""
+    """The gradient of a tensor of tokens, summed over its parts; a single part keeps its dtype."""
 
     def __init__(self, x: Tensor, wide: torch.dtype):
         self._x, self._wide = x, wide
@@ -62,10 +62,5 @@ class Sum:
             self._found[..., tokens, :, :] += part
 
     def result(self) -> Tensor:
-        """The sum."""
+        """Return the sum, or zeros if nothing was added."""
         return self._x.new_zeros(self._x.shape) if self._found is None else self._found
-
-
-def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype in which parts of such a tensor are added up."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks share, in the form that is asked for or should be the fastest."""
+"""Context-parallel attention, in the form that is requested or expected to be the fastest."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,15 +29,14 @@ FORMS = MappingProxyType({"ring": ring, "gather": gather, "heads": heads})
 @kind
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks of a ``mesh`` that share every sequence: each has a part of its tokens, as :func:`shard`
-    deals them.
+    """The ranks of a ``mesh`` that share every sequence; :func:`shard` gives each rank its tokens.
 
-    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, where a rank
-    receives ``bandwidth`` bytes a second. ``zigzag`` is as in :func:`shard`.
+    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes the form expected to be the fastest if a
+    rank receives ``bandwidth`` bytes per second. ``zigzag`` is as in :func:`shard`.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: an unknown form, a mesh of more than one dimension, or no bandwidth.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the form is unknown, the mesh has several dimensions, or the bandwidth is not above 0.
     """
 
     mesh: "DeviceMesh"
@@ -53,28 +52,31 @@ class ContextParallel:
             raise ValueError(f"bandwidth: expected bytes a second above 0, got {self.bandwidth}")
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this rank's tokens are in the whole sequence, ``[tokens here]``, if it has so many."""
+        """Return the positions of this rank's tokens in the whole sequence, ``[tokens]``.
+
+        ``tokens`` is the number of tokens on each rank.
+        """
         whole = torch.arange(tokens * self.mesh.size(), device=device)
         return shard(whole, self.mesh, dim=0, zigzag=self.zigzag)
 
     def attend(
         self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
     ) -> Tensor:
-        """The output of this rank's queries ``call.q`` over all that the mask shows them of the whole
-        sequence.
+        """Return the output of this rank's queries ``call.q`` over all visible keys of the whole sequence.
 
-        ``call`` has this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed ``[tokens here, h,
-        d]``, and the packing, the bounds and all else of the whole sequence; its origin may say which head is
-        the first here. With a ``source`` its k and v are None. ``name`` is of a backend. Ranks that drop
-        without a seed draw one of torch's, which has to be in the same state on all of them.
+        ``call`` holds this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed
+        ``[tokens here, h, d]``. Its packing, bounds and other options are those of the whole sequence; its
+        origin may give the number of the first head here. With a ``source``, k and v of the call are None.
+        ``name`` is the name of a backend. For dropout without a seed, every rank draws a seed from torch's
+        generator, which must be in the same state on all ranks.
 
         Raises:
-            ValueError: what ranks have are no shards of one sequence, or ranks cannot share the heads.
+            ValueError: the tensors are not shards of one sequence, or the ranks cannot share the heads.
         """
         source = source_of(call.k, call.v) if source is None else source
         sharing = Sharing(self.mesh, self.zigzag)
         _check(call, sharing, source)
-        call = _compared(call, call.q.shape[-3] * sharing.ranks)
+        call = _validated(call, call.q.shape[-3] * sharing.ranks)
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, ExplainOnly):
@@ -85,10 +87,8 @@ class ContextParallel:
         return out
 
 
-def _compared(call: Call, tokens: int) -> Call:
-    """Return the call, after comparing what functions read with the whole sequence, of which ranks run
-    parts.
-    """
+def _validated(call: Call, tokens: int) -> Call:
+    """Compare tensors of mask and score functions with the whole sequence; return the call for its parts."""
     call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
     mask, function = call.mask, call.score.function
     score = (
@@ -98,12 +98,12 @@ def _compared(call: Call, tokens: int) -> Call:
 
 
 def _check(call: Call, sharing: Sharing, source: KeyValueSource) -> None:
-    """Raise ValueError where these are no shards of one sequence."""
+    """Raise ValueError if the tensors are not shards of one sequence."""
     tokens, dim = call.q.shape[-3], call.q.dim() - 3
     for name, x in zip("kv", source.tensors, strict=False):
         if x.shape[dim] != tokens:
             raise ValueError(
-                f"{name}: expected {tokens} tokens here, as q has, got {x.shape[dim]}; shard both alike"
+                f"{name}: expected {tokens} tokens here, as q has, got {x.shape[dim]}; shard both the same"
             )
     if sharing.zigzag and tokens % 2:
         raise ValueError(

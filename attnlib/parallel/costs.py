@@ -1,6 +1,4 @@
-"""Which form of attention over a shared sequence should be the fastest: what ranks send, beside what they
-compute.
-"""
+"""Cost estimates of context parallelism: which form is fastest, given what ranks send and compute."""
 
 from typing import NamedTuple
 
@@ -11,17 +9,13 @@ from .heads import unshared
 from .sharding import Sharing
 from .source import KeyValueSource
 
-NVLINK = 300e9  # bytes a second that a rank receives from others of its host
-FLOPS = 500e12  # of attention in 16 bits, a second
-MEMORY = 3e12  # bytes a second
+NVLINK = 300e9  # bytes per second that a rank receives from other ranks of its host
+FLOPS = 500e12  # FLOPs per second of attention in 16 bits
+MEMORY = 3e12  # bytes per second read from or written to GPU memory
 
 
 class Costs(NamedTuple):
-    """The form that is taken, and of every possible one what a rank receives and how long a forward should
-    take.
-
-    These are bytes and seconds.
-    """
+    """The selected form, and for every possible form the bytes received and the seconds of one forward."""
 
     form: str
     ranks: int
@@ -29,14 +23,16 @@ class Costs(NamedTuple):
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        told = (f"{x} {t * 1e3:.3g} ms, {self.received[x]:,} bytes received" for x, t in self.seconds.items())
-        return f"{self.form} over {self.ranks} ranks, expected of a forward: {'; '.join(told)}"
+        lines = (
+            f"{x} {t * 1e3:.3g} ms, {self.received[x]:,} bytes received" for x, t in self.seconds.items()
+        )
+        return f"{self.form} over {self.ranks} ranks, estimated per forward: {'; '.join(lines)}"
 
 
 def costs_of(
     call: Call, sharing: Sharing, source: KeyValueSource, *, form: str | None, bandwidth: float
 ) -> Costs:
-    """The costs of all forms that these heads allow; None is for the fastest ``form``.
+    """Return the costs of all forms that these heads allow; ``form=None`` selects the fastest.
 
     A ring sends while it computes, and merges outputs in fp32 after every step but the first.
     """
@@ -58,6 +54,6 @@ def costs_of(
 
 @torch.no_grad()
 def _shapes(call: Call, source: KeyValueSource) -> tuple[torch.Size, torch.Size]:
-    """The shapes of k and v of one token of each sequence."""
+    """Return the shapes of k and v for one token of each sequence."""
     k, v = source.expand(*(x.narrow(call.q.dim() - 3, 0, 1) for x in source.tensors))
     return k.shape, v.shape

@@ -1,4 +1,4 @@
-"""What ranks send each other; no gradient flows through it."""
+"""Communication between ranks; gradients do not flow through it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,37 +6,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By their names since torch 2.13, and before.
+# Each function has one name since torch 2.13 and another one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x of every rank of a group, ``[ranks, ...]``."""
+    """Return x of every rank of a group, ``[ranks, ...]`` (all-gather)."""
     out = x.new_empty((group.size(), *x.shape))
     _all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From x ``[ranks, ...]`` of every rank, whose ``r``-th part is for rank ``r``: the sum of those for this
-    one.
-    """
+    """Return the sum over ranks of this rank's part of x ``[ranks, ...]`` (reduce-scatter)."""
     own = x.new_empty(x.shape[1:])
     _reduce_scatter(own, x.contiguous().flatten(0, 1), group=group)
     return own
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From x ``[ranks, ...]``, whose ``r``-th part is for rank ``r``: what every rank has for this one."""
+    """Send part ``r`` of x ``[ranks, ...]`` to rank ``r``, and return the parts received (all-to-all)."""
     out = x.new_empty(x.shape)
     dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
 class Passing:
-    """Tensors on their way to the next rank of a ring, and others from the one before, while this one
-    computes.
+    """A transfer in progress: tensors go to the next rank of a ring, and others come from the previous one.
+
+    The rank can compute in the meantime.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup):
@@ -51,15 +50,16 @@ class Passing:
             self._works = dist.batch_isend_irecv([*sends, *receives])
 
     def wait(self) -> list[Tensor]:
-        """What the rank before has sent."""
+        """Wait for the tensors of the previous rank, and return them."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Each rank's tensors once, and whose they are, from this rank's own on; the next travel while these are
-    used.
+    """Yield each rank's number and tensors once, starting with this rank.
+
+    The next tensors travel while the caller uses the current ones.
     """
     held = tensors
     for step in range(group.size()):

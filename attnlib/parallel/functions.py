@@ -1,4 +1,4 @@
-"""Attention over a shared sequence as functions of this rank's queries, keys and values."""
+"""Context-parallel attention as functions of this rank's queries, keys and values."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +31,22 @@ def context_attention(
     zigzag: bool = True,
     **options: Any,
 ) -> Tensor:
-    """:func:`attnlib.attention` of a sequence that the ranks of a mesh share.
+    """Run :func:`attnlib.attention` on a sequence that is sharded over the ranks of a mesh.
 
     q ``[b, tokens here, h, d]``, k and v are this rank's tokens, as :func:`shard` gives them, and so is the
-    output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, which
-    :func:`attnlib.explain` tells without any other rank. ``options`` are those of :func:`attnlib.attention`,
-    of the whole sequence, the same on every rank. With ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen``
-    if it is known, q, k and v are packed ``[tokens here, h, d]``, parts of a pack of sequences that begin
-    where these say. A rank's gradients of sinks, slopes and what scores read are of its own queries, or its
-    own heads, and have to be added up.
+    output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes the form expected to be the
+    fastest, which :func:`attnlib.explain` reports without the other ranks. ``options`` are those of
+    :func:`attnlib.attention`. They describe the whole sequence and must be the same on every rank.
+
+    For packed sequences, pass ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen`` if you know it. q, k and v
+    are then ``[tokens here, h, d]``: shards of a pack whose sequences begin at these offsets.
+
+    The gradients of sinks, slopes and the tensors of score functions only cover this rank's queries, or its
+    heads; add them up over the ranks.
 
     Raises:
-        ValueError, TypeError: as :func:`attnlib.attention` does; these are no shards of one sequence, ranks
-        cannot
-            share the heads, or ``dropout_p`` came without a seed.
+        ValueError, TypeError: as :func:`attnlib.attention` does; also if the tensors are not shards of one
+            sequence, the ranks cannot share the heads, or ``dropout_p`` comes without a seed.
     """
     call = _call_of(q, k, v, mask, options)
     return ContextParallel(mesh, form, zigzag).attend(call, options.get("backend"))
@@ -54,9 +56,10 @@ def context_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """:func:`context_attention` with keys and values that go around a ring of ranks (2310.01889).
+    """Run :func:`context_attention` as ring attention (Liu et al., 2023, arXiv 2310.01889).
 
-    No rank holds more than two ranks' keys and values at once, and they travel while it computes.
+    Keys and values travel around a ring of ranks while the ranks compute. No rank holds more than two ranks'
+    keys and values at once.
     """
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="ring", zigzag=zigzag, **options)
 
@@ -65,7 +68,7 @@ def ring_attention(
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """:func:`context_attention` where every rank gathers all keys and values: best for few KV heads."""
+    """Run :func:`context_attention` with all keys and values on every rank: best for few KV heads."""
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="gather", zigzag=zigzag, **options)
 
 
@@ -73,17 +76,16 @@ def gather_attention(
 def head_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """:func:`context_attention` where every rank computes some heads of all tokens (DeepSpeed-Ulysses,
-    2309.14509).
+    """Run :func:`context_attention` with some heads of all tokens on every rank (DeepSpeed-Ulysses).
 
-    It is less to send than all keys and values where there are many KV heads. Ranks have to divide their
-    number.
+    With many KV heads, this sends less than gathering all keys and values. The number of ranks must divide
+    the number of heads (Jacobs et al., 2023, arXiv 2309.14509).
     """
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="heads", zigzag=zigzag, **options)
 
 
 def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, Any]) -> Call:
-    """The call of one rank, whose options are those of the whole."""
+    """Return this rank's call; its options describe the whole sequence."""
     strange = sorted({*options} - {*OPTIONS})
     if strange:
         named = ("q", "k", "v", "mask", "mesh", "form", "zigzag")

@@ -1,4 +1,4 @@
-"""Every rank gathers all keys and values, and computes the queries of its own tokens."""
+"""Gather form: every rank gathers all keys and values, and computes the queries of its own tokens."""
 
 import torch
 from torch import Tensor
@@ -11,22 +11,22 @@ from .source import KeyValueSource
 
 
 def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """The output of this rank's queries over the keys of all ranks."""
+    """Return the output of this rank's queries over the keys of all ranks."""
     call, dim = whole_of(call), call.q.dim() - 3
     k, v = source.expand(
-        *(_whole(x, sharing, dim, asked=isinstance(name, ExplainOnly)) for x in source.tensors)
+        *(_whole(x, sharing, dim, explain_only=isinstance(name, ExplainOnly)) for x in source.tensors)
     )
     outs = []
     ranges = sharing.ranges(sharing.rank, call.q.shape[dim])
     for q, queries in zip(call.q.chunk(len(ranges), dim), ranges, strict=True):
         keys = seen(call, queries, TokenRange(0, k.shape[dim]))
-        of_keys = (x.narrow(dim, keys.start, keys.size) for x in (k, v))
-        outs.append(attend(piece_of(call, q, *of_keys, queries, keys), name)[0])
+        keys_values = (x.narrow(dim, keys.start, keys.size) for x in (k, v))
+        outs.append(attend(piece_of(call, q, *keys_values, queries, keys), name)[0])
     return torch.cat(outs, dim)
 
 
-def _whole(x: Tensor, sharing: Sharing, dim: int, *, asked: bool) -> Tensor:
-    """x of all ranks; where nobody computes, something of its shape."""
-    if asked:
+def _whole(x: Tensor, sharing: Sharing, dim: int, *, explain_only: bool) -> Tensor:
+    """Return x of all ranks; if a call is only explained, a placeholder of the same shape."""
+    if explain_only:
         return x.narrow(dim, 0, 1).expand(*x.shape[:dim], x.shape[dim] * sharing.ranks, *x.shape[dim + 1 :])
     return unshard(x, sharing.mesh, dim=dim, zigzag=sharing.zigzag)

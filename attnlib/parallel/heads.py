@@ -1,7 +1,7 @@
-"""Every rank computes some heads of all tokens: ranks exchange tokens for heads before attention, and back
-after it.
+"""Head form: every rank computes some heads of all tokens.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509).
+Ranks exchange tokens for heads before attention, and exchange them back after it: DeepSpeed-Ulysses (Jacobs
+et al., 2023, arXiv 2309.14509).
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from ..call.call import Call, Origin
 from ..dispatch.run import ExplainOnly, attend
 from ..masks.band import Mask
 from .exchange import exchanged
-from .sharding import Sharing, dealt, joined
+from .sharding import Sharing, joined, sharded
 from .source import KeyValueSource
 
 
 def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
-    """Why ranks cannot share these heads."""
+    """Return the reasons why these ranks cannot share these heads; empty if they can."""
     named = {"q": q_heads, "k": kv_heads}
     return [
         f"{x}: expected heads that {ranks} ranks can share, got {n}" for x, n in named.items() if n % ranks
@@ -26,7 +26,7 @@ def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
 
 
 def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """The output of this rank's tokens, whose heads other ranks have computed.
+    """Return the output of this rank's tokens; each rank computes its share of the heads.
 
     Raises:
         ValueError: ranks cannot share the heads evenly.
@@ -39,25 +39,28 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
     tensors = {x: y.narrow(-1, first, count) for x, y in call.score.tensors.items()}
     call = call._replace(score=call.score._replace(**tensors), origin=_origin(call, first))
     if isinstance(name, ExplainOnly):
-        q, k, v = (_alike(x, sharing.ranks) for x in (q, k, v))
+        q, k, v = (_placeholder(x, sharing.ranks) for x in (q, k, v))
         attend(call._replace(q=q, k=k, v=v), name)
         return call.q.new_zeros(*call.q.shape[:-1], v.shape[-1])
-    q, k, v = (_Moved.apply(x, sharing, True) for x in (q, k, v))
+    q, k, v = (_ExchangeHeads.apply(x, sharing, True) for x in (q, k, v))
     out, _ = attend(call._replace(q=q, k=k, v=v), name)
-    return _Moved.apply(out, sharing, False)
+    return _ExchangeHeads.apply(out, sharing, False)
 
 
 def _origin(call: Call, first: int) -> Origin:
-    """Where heads begin, for those who count them: kernels of a known chip take calls without an origin
-    alone.
+    """Return the call's origin, moved to this rank's first head if mask, score or dropout depend on the head.
+
+    Otherwise the origin stays as it is, since kernels for a specific chip only take calls without an origin.
     """
     counts = bool(call.dropout.p) or call.score.function is not None or not isinstance(call.mask, Mask)
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
 
 
-class _Moved(torch.autograd.Function):
-    """From tokens here of all heads to all tokens of the heads here, or the other way, in which a gradient
-    returns.
+class _ExchangeHeads(torch.autograd.Function):
+    """The autograd function of the exchange between tokens and heads, in either direction.
+
+    Forward, this rank's tokens of all heads become all tokens of this rank's heads (``to_heads=True``), or
+    the reverse. Gradients take the opposite direction.
     """
 
     @staticmethod
@@ -72,22 +75,23 @@ class _Moved(torch.autograd.Function):
 
 
 def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
-    """From ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``, to all tokens of the heads here."""
-    batched = x if x.dim() == 4 else x.unsqueeze(0)
-    parts = exchanged(batched.unflatten(2, (sharing.ranks, -1)).permute(2, 1, 0, 3, 4), sharing.group)
-    x_of_heads = joined(parts, zigzag=sharing.zigzag).transpose(0, 1)
-    return x_of_heads if x.dim() == 4 else x_of_heads.squeeze(0)
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
+
+    The input is ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``.
+    """
+    # [ranks, tokens here, b (if any), h, d]
+    by_rank = x.unflatten(-2, (sharing.ranks, -1)).movedim((-3, -4), (0, 1))
+    return joined(exchanged(by_rank, sharing.group), zigzag=sharing.zigzag).movedim(0, -3)
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
-    """From all tokens of the heads here to the tokens here of all heads."""
-    batched = x if x.dim() == 4 else x.unsqueeze(0)
-    parts = exchanged(dealt(batched.transpose(0, 1), sharing.ranks, zigzag=sharing.zigzag), sharing.group)
-    x_of_tokens = parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
-    return x_of_tokens if x.dim() == 4 else x_of_tokens.squeeze(0)
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads."""
+    # [ranks, tokens here, b (if any), h, d]
+    by_rank = sharded(x.movedim(-3, 0), sharing.ranks, zigzag=sharing.zigzag)
+    return exchanged(by_rank, sharing.group).movedim((1, 0), (-4, -3)).flatten(-3, -2)
 
 
-def _alike(x: Tensor, ranks: int) -> Tensor:
-    """Something of the shape of all tokens and the heads here."""
+def _placeholder(x: Tensor, ranks: int) -> Tensor:
+    """Return a placeholder with the shape of all tokens of this rank's heads."""
     *batch, tokens, heads, width = x.shape
     return x.new_zeros(1).expand(*batch, tokens * ranks, heads // ranks, width)

@@ -1,7 +1,7 @@
-"""A piece of attention over a shared sequence: some of its queries and some of its keys, as a call that says
-the same.
+"""Pieces of attention over a sharded sequence: calls on some of its queries and some of its keys.
 
-Queries and keys of a piece are neighbours in the whole sequence, or in the whole pack.
+A piece gives its queries the same result over its keys as the whole call. Its queries are contiguous in the
+whole sequence (or pack), and so are its keys.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from .sharding import TokenRange
 
 
 def whole_of(call: Call) -> Call:
-    """The call without what is known of its mask at the sizes of the whole.
+    """Return the call without the precomputed tiles of its mask, which only fit the whole sequence.
 
     Raises:
-        ValueError: a function reads FIRST_QUERY, which is another in every piece.
+        ValueError: a function reads FIRST_QUERY, which differs from piece to piece.
     """
     mask, functions = call.mask, call.functions
     programs = [] if functions is None else [functions.mask, functions.score]
@@ -33,11 +33,9 @@ def whole_of(call: Call) -> Call:
 
 
 def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
-    """The keys of these outside which the band of the mask hides all from these queries; empty if it hides
-    all.
-    """
+    """Return the range within ``keys`` that the mask's band shows to these queries; it may be empty."""
     band = call.mask.band
-    if call.packing is not None and band.prefix:  # each sequence has its own
+    if call.packing is not None and band.prefix:  # each packed sequence has its own prefix
         return keys
     start, end = band.keys(queries.start, queries.end, keys.end)
     start = max(start, keys.start)
@@ -45,15 +43,13 @@ def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
 
 
 def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, keys: TokenRange) -> Call:
-    """The call of these queries over these keys. ``call`` says all else, of the whole sequence."""
+    """Return the call of these queries over these keys; ``call`` describes the whole sequence."""
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
         piece = piece._replace(**_bounds(call, keys))
-        origin = (
-            Origin(queries.end - keys.end, 0)
-            if _is_relative(call)
-            else Origin(_first(queries, keys), keys.start)
-        )
+        # A call takes its queries for the last of its keys; the origin moves them to their own indices.
+        first_query = queries.start - (keys.size - queries.size)
+        origin = Origin(queries.end - keys.end, 0) if _is_relative(call) else Origin(first_query, keys.start)
     else:
         piece, origin = _packed(piece, queries, keys)
     if _is_relative(call):
@@ -62,7 +58,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
             and call.score.alibi_slopes is None
         ):
             return piece._replace(mask=FULL, origin=call.origin)
-        if queries.end == keys.end:  # queries are the last of the keys, as in any call
+        if queries.end == keys.end:  # the last query is at the last key, as in any call
             return piece._replace(origin=call.origin)
         if call.packing is None and call.score.alibi_slopes is None:
             return piece._replace(mask=call.mask.shift(queries.end - keys.end), origin=call.origin)
@@ -70,28 +66,26 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
 
 
 def _is_relative(call: Call) -> bool:
-    """Whether nothing depends on more than how far a key is from its query."""
+    """True if the result only depends on the distance between query and key."""
     is_band = isinstance(call.mask, Mask) and not call.mask.prefix
     return is_band and call.score.function is None and not call.dropout.p
 
 
-def _first(queries: TokenRange, keys: TokenRange) -> int:
-    """What to add to the index that a piece gives its queries, the last of its keys."""
-    return queries.start - (keys.size - queries.size)
-
-
 def _bounds(call: Call, keys: TokenRange) -> dict[str, Tensor | None]:
-    """The bounds of visible keys, counted from the first of these."""
+    """Return the bounds of visible keys, counted from the first of these keys."""
     bounds = {"key_starts": call.key_starts, "key_ends": call.key_ends}
     return {name: None if x is None else (x - keys.start).clamp(0, keys.size) for name, x in bounds.items()}
 
 
 def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, Origin]:
-    """The piece of a pack, with the parts of all its sequences, most of them empty, and where these begin."""
+    """Return the packed call of a piece, with its part of every sequence, and the origins of these parts.
+
+    Most of the parts are empty.
+    """
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
     limits = (None if limit is None else min(limit, x.size) for x in (queries, keys))
-    # Of each sequence: where its part of a range begins and ends, counted within it.
+    # Start and end of each sequence's part of the range, counted from the start of the sequence.
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
@@ -103,11 +97,11 @@ def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, O
     return piece._replace(packing=Packing(cu_q, cu_k, *limits)), Origin(*origin)
 
 
-NOTHING = slice(0, 0)  # of keys
+NOTHING = slice(0, 0)  # no keys
 
 
 class Piece(NamedTuple):
-    """A call, and which of the queries and keys of two ranks it has: slices along their tokens."""
+    """A call, and the slices of this rank's queries and of another rank's keys that it has."""
 
     call: Call
     queries: slice
@@ -117,16 +111,16 @@ class Piece(NamedTuple):
 def pieces_of(
     call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[TokenRange], held: list[TokenRange]
 ) -> Iterator[Piece]:
-    """The calls, as few as will do, of a rank's queries over the keys and values of a rank.
+    """Yield the fewest calls that cover a rank's queries over the keys and values of a rank.
 
-    ``own`` are the tokens of q, and ``held`` those of k and v. Pieces of the same queries have different
-    keys.
+    ``own`` are the token ranges of q, and ``held`` those of k and v. Pieces of the same queries have
+    different keys.
     """
     dim, are_plain = q.dim() - 3, _is_plain(call)
     every = slice(0, k.shape[dim])
     if (
         are_plain and own == held and call.mask.is_causal_among(0, own[-1].end)
-    ):  # whose order is that of the whole
+    ):  # local order is the order in the whole sequence, so one causal call is enough
         yield Piece(call._replace(q=q, k=k, v=v), every, every)
         return
 
@@ -157,8 +151,9 @@ def pieces_of(
 def _whole_keys(
     call: Call, queries: TokenRange, held: list[TokenRange], columns: list[slice]
 ) -> slice | None:
-    """Where those keys of a rank are of which these queries see all; None where they see some, or some
-    apart.
+    """Return the slice of a rank's keys that these queries see entirely, if they see no others.
+
+    The result is None if they see some keys in part, or if the keys that they see are not contiguous.
     """
     whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
     others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
@@ -170,12 +165,12 @@ def _whole_keys(
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether a dense call depends on nothing but which keys come before which queries."""
+    """True if a dense call only depends on the order of its queries and keys."""
     others = (call.packing, call.key_starts, call.key_ends, call.score.alibi_slopes)
     return _is_relative(call) and all(x is None for x in others)
 
 
 def _slices(ranges: list[TokenRange]) -> list[slice]:
-    """Where tokens of these ranges are, one range after another."""
+    """Return the local slices of tokens that are stored one range after another."""
     ends = [*accumulate((x.size for x in ranges), initial=0)]
     return [slice(*pair) for pair in pairwise(ends)]

@@ -1,7 +1,8 @@
-"""Keys and values travel around a ring of ranks; every rank computes its queries over those that it holds.
+"""Ring form: keys and values travel around the ranks; each rank computes with those that it holds.
 
-Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). Blocks travel while the ones before them are
-computed with. The backward sends them around again, and with them the gradients that they have so far.
+Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). The next block travels while the rank
+computes with the current one. The backward sends the blocks around again, together with the gradients summed
+so far.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +23,18 @@ from .source import Expand, KeyValueSource
 
 
 def ring(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """The output of this rank's queries over the keys that travel past it."""
+    """Return the output of this rank's queries over the keys that travel past it."""
     score, function = call.score, call.score.function
     captured = () if function is None else function.tensors
     plan = _Ring(whole_of(call), sharing, name, source.expand, len(captured), len(source.tensors))
     given = (call.q, score.alibi_slopes, score.sinks, *captured, *source.tensors, *source.weights)
     if isinstance(name, ExplainOnly):
-        return plan.told(*given)
+        return plan.explain(*given)
     return _RingAttention.apply(plan, *given)
 
 
 class _Given(NamedTuple):
-    """The tensors of a ring in which a gradient may flow."""
+    """The tensors of a ring call that may need a gradient."""
 
     q: Tensor
     slopes: Tensor | None
@@ -44,7 +45,7 @@ class _Given(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """What a ring computes, but for the tensors in which a gradient may flow."""
+    """A ring call without the tensors that may need a gradient."""
 
     call: Call
     sharing: Sharing
@@ -54,12 +55,12 @@ class _Ring(NamedTuple):
     travelling: int
 
     def parts(self, q: Tensor, slopes: Tensor | None, sinks: Tensor | None, *rest: Tensor) -> _Given:
-        """What is given, apart."""
+        """Split the flat list of tensors into its groups."""
         at, end = self.captured, self.captured + self.travelling
         return _Given(q, slopes, sinks, rest[:at], rest[at:end], rest[end:])
 
     def pieces(self, given: _Given, k: Tensor, v: Tensor, rank: int) -> list[Piece]:
-        """The calls of this rank's queries over the keys and values of a rank, without sinks."""
+        """Return the calls of this rank's queries over the keys and values of a rank, without sinks."""
         score = self.call.score._replace(alibi_slopes=given.slopes, sinks=None)
         if score.function is not None:
             score = score._replace(function=score.function.reading(given.captured))
@@ -67,8 +68,8 @@ class _Ring(NamedTuple):
         own, held = (self.sharing.ranges(x, tokens) for x in (self.sharing.rank, rank))
         return list(pieces_of(self.call._replace(score=score), given.q, k, v, own, held))
 
-    def told(self, *given: Tensor | None) -> Tensor:
-        """Zeros, for a name that asks what every call runs on."""
+    def explain(self, *given: Tensor | None) -> Tensor:
+        """Explain every call without computing it, and return zeros in the shape of the output."""
         parts = self.parts(*given)
         k, v = self.expand(*parts.travelling)
         for rank in range(self.sharing.ranks):
@@ -78,7 +79,7 @@ class _Ring(NamedTuple):
 
 
 class _RingAttention(torch.autograd.Function):
-    """The output of a ring. What it keeps for the backward are this rank's tokens alone."""
+    """The autograd function of a ring; it only saves this rank's tokens for the backward."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Ring, *tensors: Tensor | None) -> Tensor:
@@ -104,15 +105,15 @@ class _RingAttention(torch.autograd.Function):
         return None, *(x.to(of.dtype) if is_asked else None for x, of, is_asked in pairs)
 
 
-class _Sums:
-    """The gradients of this rank's queries and of what scores read, added up one piece after another."""
+class _LocalGradients:
+    """The gradients of this rank's queries and of its score tensors, summed over pieces."""
 
     def __init__(self, given: _Given, wide: torch.dtype):
         self.q, self.captured = Sum(given.q, wide), [_zeros(x, wide) for x in given.captured]
         self.slopes = None if given.slopes is None else _zeros(given.slopes, wide)
 
     def add(self, queries: slice, found: PieceGradients) -> None:
-        """Add what a piece has found."""
+        """Add the gradients of one piece."""
         self.q.add(queries, found.q)
         if self.slopes is not None:
             self.slopes += found.slopes
@@ -121,9 +122,13 @@ class _Sums:
 
 
 def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
-    """The gradients of all that is given, in its order."""
+    """Return the gradients of all given tensors, in their order."""
     wide, last = lse.dtype, plan.sharing.ranks - 1
-    sums, of_weights, back = _Sums(given, wide), [_zeros(x, wide) for x in given.weights], None
+    sums, weight_gradients, back = (
+        _LocalGradients(given, wide),
+        [_zeros(x, wide) for x in given.weights],
+        None,
+    )
     for step, (rank, travelling) in enumerate(passed_on(given.travelling, plan.sharing.group)):
         leaves = [x.detach().requires_grad_() for x in travelling]
         with torch.enable_grad():
@@ -139,16 +144,26 @@ def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tenso
         of = torch.autograd.grad(
             (k, v), (*leaves, *given.weights), (dk.result().to(k.dtype), dv.result().to(v.dtype))
         )
-        for total, x in zip(of_weights, of[len(leaves) :], strict=True):
+        for total, x in zip(weight_gradients, of[len(leaves) :], strict=True):
             total += x
-        of = of[: len(leaves)] if back is None else _added(back.wait(), of, None if step == last else wide)
+        of = (
+            of[: len(leaves)]
+            if back is None
+            else _add_gradients(back.wait(), of, None if step == last else wide)
+        )
         back = Passing(of, plan.sharing.group)
-    of_scores = (sums.slopes, _of_sinks(given.sinks, dout, out, lse), *sums.captured)
-    return [sums.q.result(), *of_scores, *back.wait(), *of_weights]
+    score_gradients = (sums.slopes, _sink_gradients(given.sinks, dout, out, lse), *sums.captured)
+    return [sums.q.result(), *score_gradients, *back.wait(), *weight_gradients]
 
 
-def _added(arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None) -> list[Tensor]:
-    """What travels on: in ``wide``, or where it is on its way home (None) rounded as it will be there."""
+def _add_gradients(
+    arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None
+) -> list[Tensor]:
+    """Add this rank's gradients to those that have arrived.
+
+    The sum is in ``wide``; None means that the next hop is the last, so the sum is rounded to its final
+    dtype.
+    """
     if wide is None:
         return [(x + y).to(y.dtype) for x, y in zip(arrived, own, strict=False)]
     return [x.to(wide) + y for x, y in zip(arrived, own, strict=False)]
@@ -158,8 +173,8 @@ def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _of_sinks(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
-    """The gradient of sinks: each is a key whose value is zero."""
+def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    """Return the gradient of the sinks: each sink is a key whose value is zero."""
     if sinks is None:
         return None
     delta = (out.to(lse.dtype) * dout).sum(-1).mT
@@ -168,6 +183,6 @@ def _of_sinks(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> T
 
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
-    """What makes the backward compute in the dtype that autocast has here."""
+    """Return a context manager factory that gives the backward the current autocast state."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype=dtype, enabled=enabled)

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence a rank has, and how parts become the whole again.
+"""Token sharding: which tokens of a sequence each rank has, and how to join them again.
 
-Of ``n`` ranks in zigzag order, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``: under a causal
-mask early queries see few keys and late ones many, and so every rank has as much to compute. Otherwise it has
-chunk ``r`` of ``n``.
+In zigzag order over ``n`` ranks, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``. Under a
+causal mask early queries see few keys and late queries see many, so this gives every rank the same amount of
+work. Without zigzag, rank ``r`` has chunk ``r`` of ``n``.
 """
 
 from dataclasses import dataclass
@@ -28,35 +28,36 @@ class TokenRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens these are."""
+        """The number of tokens."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of a one-dimensional mesh share a sequence."""
+    """The ranks of a one-dimensional mesh that share a sequence, and the order of their tokens."""
 
     mesh: "DeviceMesh"
     zigzag: bool
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """The number of this rank among them."""
         return self.mesh.get_local_rank()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Their process group."""
+        """The process group of these ranks."""
         return self.mesh.get_group()
 
     def ranges(self, rank: int, tokens: int) -> list[TokenRange]:
-        """The tokens of a rank in the whole sequence, if every rank has so many, in the order in which it has
-        them.
+        """Return a rank's token ranges in the whole sequence, in the order in which the rank stores them.
+
+        ``tokens`` is the number of tokens on each rank.
         """
         starts = starts_of(rank, self.ranks, tokens * self.ranks, zigzag=self.zigzag)
         return [TokenRange(start, start + tokens // len(starts)) for start in starts]
@@ -64,12 +65,13 @@ class Sharing:
 
 @kind
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are
-    sharded alike.
+    """Return this rank's tokens of x, which every rank holds as a whole; ``dim`` is the token dimension.
+
+    Shard position ids in the same way.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: the tokens cannot be shared out evenly.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the tokens cannot be divided evenly.
     """
     check_mesh(mesh, "cp")
     own = _chunks(x.movedim(dim, 0), mesh.size(), zigzag=zigzag)[mesh.get_local_rank()]
@@ -78,19 +80,20 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
 
 @kind
 def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each
-    part.
+    """Return the tokens of all ranks in their original order, on every rank.
+
+    The backward sums the gradients of all ranks into each shard.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: in zigzag order, an odd number of tokens, which no rank has of :func:`shard`.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the number of tokens is odd in zigzag order; :func:`shard` never gives such a shard.
     """
     check_mesh(mesh, "cp")
     return _Whole.apply(x.movedim(dim, 0), mesh.get_group(), zigzag).movedim(0, dim)
 
 
 class _Whole(torch.autograd.Function):
-    """The tokens of all ranks in their order, of a rank's tokens ``[tokens here, ...]``."""
+    """The autograd function of :func:`unshard`, for ``[tokens here, ...]``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, zigzag: bool) -> Tensor:
@@ -99,16 +102,16 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return summed(dealt(grad, ctx.group.size(), zigzag=ctx.zigzag), ctx.group), None, None
+        return summed(sharded(grad, ctx.group.size(), zigzag=ctx.zigzag), ctx.group), None, None
 
 
-def dealt(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
-    """x ``[tokens, ...]`` as ``[ranks, tokens of a rank, ...]``."""
+def sharded(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
+    """Reorder x ``[tokens, ...]`` into shards ``[ranks, tokens of a rank, ...]``."""
     return torch.cat(sum(_chunks(x, ranks, zigzag=zigzag), ())).unflatten(0, (ranks, -1))
 
 
 def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
-    """Parts ``[ranks, tokens of a rank, ...]`` as ``[tokens, ...]``."""
+    """Reorder shards ``[ranks, tokens of a rank, ...]`` into ``[tokens, ...]``."""
     if not zigzag:
         return parts.flatten(0, 1)
     if parts.shape[1] % 2:
@@ -120,7 +123,7 @@ def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
 
 
 def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
-    """Of x ``[tokens, ...]`` the chunks that each rank has."""
+    """Split x ``[tokens, ...]`` into chunks, and return the chunks of each rank."""
     count = 2 * ranks if zigzag else ranks
     if x.shape[0] % count:
         raise ValueError(
@@ -131,6 +134,6 @@ def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
 
 
 def starts_of(rank: int, ranks: int, tokens: int, *, zigzag: bool) -> list[int]:
-    """Where the chunks of a rank begin in a sequence of so many tokens."""
+    """Return the start of each of a rank's chunks in a sequence of ``tokens`` tokens."""
     size = tokens // (2 * ranks if zigzag else ranks)
     return [rank * size, (2 * ranks - 1 - rank) * size] if zigzag else [rank * size]

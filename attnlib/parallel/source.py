@@ -1,4 +1,4 @@
-"""What ranks send each other of keys and values."""
+"""Sources of keys and values: the tensors that ranks send, and their expansion to keys and values."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,5 @@ Expand = Callable[..., tuple[Tensor, Tensor]]
 
 
 def source_of(k: Tensor, v: Tensor) -> KeyValueSource:
-    """Keys and values as they are."""
-    return KeyValueSource((k, v), _as_they_are)
-
-
-def _as_they_are(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k, v
+    """Return a source that sends keys and values as they are."""
+    return KeyValueSource((k, v), lambda k, v: (k, v))

@@ -1,7 +1,7 @@
-"""The definition of attention in plain torch, which every backend is tested against, and the papers'
-algorithms.
+"""Reference attention: the definition in plain torch, and the algorithms of the papers.
 
-The algorithms solve one head, tile by tile, and count every access to slow memory: they are for reading.
+Every backend is tested against the definition. The algorithms are for reading: they solve one head, tile by
+tile, and count every access to slow memory.
 """
 
 from .definition import attend as attend

@@ -1,6 +1,4 @@
-"""Attention of one sequence, by its definition: each query attends to the keys it sees, and touches no
-other.
-"""
+"""The definition of attention for one sequence: a query only touches the keys that it sees."""
 
 from collections.abc import Callable
 
@@ -21,14 +19,19 @@ def attend(
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g,
-    e]``.
+    """Return output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of one sequence.
 
-    ``visible`` is bool ``[s, t]``, or ``[h, s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; then
-    ``change`` takes scores ``[h, n]`` of a query's number and those of keys ``[n]`` to others; ``sinks``
-    ``[h]`` are logits without a value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout).
-    Computes in fp32, or fp64 for fp64 inputs, one query at a time, on the keys that it sees alone: a hidden
-    key cannot reach an output or a gradient.
+    The inputs are q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]``. The steps are, in this order:
+
+    - ``scale`` multiplies the scores, and ``softcap`` bounds them.
+    - ``bias`` ``[h, s, t]`` is added.
+    - ``change(scores, i, keys)`` maps the scores ``[h, n]`` of query ``i`` and keys ``[n]`` to new ones.
+    - ``visible``, bool ``[s, t]`` or ``[h, s, t]``, hides keys.
+    - ``sinks`` ``[h]`` join the softmax as logits without a value.
+    - ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout).
+
+    The computation is in fp32, or fp64 for fp64 inputs, one query at a time, and only touches the keys that
+    the query sees. A hidden key can therefore reach neither an output nor a gradient.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
@@ -55,16 +58,16 @@ def attend(
             torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1)
         )
     if not out:
-        zero = (
-            queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()
-        )  # of no number, but of all to autograd
+        # An empty tensor that depends on all inputs, for autograd.
+        zero = queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()
         return zero[..., None].expand(-1, -1, v.shape[-1]).to(q.dtype), zero.mT
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing, or nothing but
-    -inf.
+    """Return ``log(sum(exp(x)))`` over the last dimension.
+
+    The result is -inf, with zero gradient, if there are no elements or all of them are -inf.
     """
     if not x.shape[-1]:
         return x.sum(-1) - torch.inf

@@ -1,10 +1,10 @@
-"""FlashAttention, forward and backward, as first published (Dao, Fu, Ermon, Rudra and Re, 2022, arXiv
-2205.14135).
+"""FlashAttention as first published, forward and backward.
 
-The outer loop runs over tiles j of keys and the inner one over tiles i of queries, so that what belongs to a
-query (the output and its statistics, in the backward pass dQ) is read and written again at every inner step.
-Their m is our c, their l is pi, D_i is u_i; B_r and B_c are ``rows`` and ``columns``. A tile of pairs that
-are all hidden is passed over, as in their block-sparse algorithm 5.
+Dao, Fu, Ermon, Rudra and Re, 2022, arXiv 2205.14135. The outer loop runs over tiles j of keys and the inner
+one over tiles i of queries. Every inner step therefore reads and writes the data of its queries again: the
+output and its statistics, and dQ in the backward. Tiles whose pairs are all hidden are skipped, as in the
+block-sparse algorithm 5. Notation: the paper's m is our c, l is pi, D_i is u_i, and B_r and B_c are ``rows``
+and ``columns``.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,7 @@ from .traffic import SlowMemory, tiles
 
 
 class Flash1Saved(NamedTuple):
-    """What the backward pass reads of the forward one: its inputs q, k, v, its output o, and c and pi of
-    every row.
-    """
+    """Tensors that the forward saves for the backward: q, k, v, the output o, and c and pi of every row."""
 
     q: Tensor
     k: Tensor
@@ -31,7 +29,7 @@ class Flash1Saved(NamedTuple):
 
 
 def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
-    """Rows and columns for ``on_chip`` elements of fast memory: four tiles that take about a quarter each.
+    """Return rows and columns for ``on_chip`` elements of fast memory: four tiles of about a quarter each.
 
     >>> tile_sizes(49_152, 64)
     (64, 192)
@@ -43,8 +41,9 @@ def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2); the LSE is c + log
-    pi.
+    """Return output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2).
+
+    The LSE is c + log pi.
     """
     q, k, v = memory.inputs(q, k, v)
     (s, _), (t, e) = q.shape, v.shape
@@ -64,9 +63,10 @@ def forward(
 def backward(
     saved: Flash1Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output, ``do``, with P made again tile by tile (algorithm 4).
+    """Return the gradients of q, k and v, and recompute P tile by tile (algorithm 4).
 
-    A tile cannot sum its rows of P * dP, which go on in other tiles; but u = rowsum(P * dP) = rowsum(dO * O).
+    ``do`` is the gradient of the output. A row of P * dP spans several tiles, so no tile can sum it; but the
+    sum is u = rowsum(P * dP) = rowsum(dO * O).
     """
     q, k, v, o, c, pi, do = memory.inputs(*saved, do)
     dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)

@@ -1,10 +1,10 @@
 """FlashAttention-2, forward and backward (Dao, 2023, arXiv 2307.08691).
 
-Forward, a program owns a tile i of queries and walks over tiles j of keys with an unnormalised output on
-chip; all that it saves is L = c + log pi. Backward, P = exp(S - L), either in one pass whose programs own
-keys and add into dQ (with atomic adds, if they run at once), or in two passes, where everything is written
-once and by its owner. A program reads the tile it owns, and of the others those with a visible pair. Their D
-is our u; B_r and B_c are ``rows``, ``columns``.
+In the forward, a program owns a tile i of queries and visits the tiles j of keys, with an unnormalised output
+on chip. It saves only L = c + log pi. The backward computes P = exp(S - L), in one of two ways. With one
+pass, programs own keys and add into dQ (with atomic adds if they run at the same time). With two passes,
+every result is written once, by its owner. A program reads the tile that it owns, and only those other tiles
+that have a visible pair. Notation: the paper's D is our u, and B_r and B_c are ``rows`` and ``columns``.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .traffic import Array, SlowMemory, tiles
 
 
 class Flash2Saved(NamedTuple):
-    """What a backward pass reads of the forward one: its inputs q, k, v, its output o, and the LSE."""
+    """Tensors that the forward saves for the backward: q, k, v, the output o, and the LSE."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +28,7 @@ class Flash2Saved(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What a pass over tiles reads: the forward's inputs and LSE, u, and the output's gradient."""
+    """Inputs of a pass over tiles: the forward's inputs and LSE, u, and the gradient of the output."""
 
     q: Array
     k: Array
@@ -41,7 +41,7 @@ class _Inputs(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[s, e]`` and LSE ``[s]`` (algorithm 1)."""
+    """Return output ``[s, e]`` and LSE ``[s]`` (algorithm 1)."""
     q, k, v = memory.inputs(q, k, v)
     s, e = q.shape[0], v.shape[1]
     o, lse = memory.output(q, s, e), memory.scratch(q, s)
@@ -58,7 +58,7 @@ def forward(
 def backward_one_pass(
     saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output (algorithm 2): each tile of pairs is visited once."""
+    """Return the gradients of q, k and v, and visit each tile of pairs once (algorithm 2)."""
     q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
     dq = memory.output(q, *q.shape, fill=0.0)
@@ -69,8 +69,9 @@ def backward_one_pass(
 def backward_two_pass(
     saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made
-    twice.
+    """Return the gradients of q, k and v, in a pass over key tiles and one over query tiles.
+
+    P is computed twice.
     """
     q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
@@ -97,7 +98,7 @@ def _pass_over_keys(
     *,
     add_to: Array | None = None,
 ) -> tuple[Array, Array]:
-    """dK and dV, each tile of keys by its owner; what it finds of dQ is added to ``add_to``."""
+    """Return dK and dV, each tile of keys from its owner; contributions to dQ are added to ``add_to``."""
     q, k, v, lse, u, do = inputs
     dk, dv = (memory.output(x, *x.shape) for x in (k, v))
     for j in tiles(k.shape[0], columns):
@@ -116,7 +117,7 @@ def _pass_over_keys(
 
 
 def _row_sums(o: Array, do: Array, rows: int, memory: SlowMemory) -> Array:
-    """u = rowsum(dO * O), once for all tiles of keys."""
+    """Return u = rowsum(dO * O), computed once for all tiles of keys."""
     u = memory.scratch(o, o.shape[0])
     for i in tiles(o.shape[0], rows):
         u[i] = (do[i] * o[i]).sum(1)

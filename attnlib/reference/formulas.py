@@ -1,9 +1,9 @@
-"""What each algorithm moves, as formulas. A run under ``SlowMemory`` counts the same to the element.
+"""Formulas for the memory traffic of each algorithm; ``SlowMemory`` counts the same, to the element.
 
-FlashAttention's traffic depends on its tiles through ``TileVisits`` alone. Without a mask those are s * t /
-columns queries, so that with tiles that fill a fast memory of M elements the forward pass moves Theta(T**2
-d**2 / M), against Theta(T**2 + T d) of standard attention (Dao et al., 2022, arXiv 2205.14135, theorem 2). It
-gains while d**2 << M.
+FlashAttention's traffic depends on its tiles only through ``TileVisits``. Without a mask it visits s * t /
+columns queries. With tiles that fill a fast memory of M elements, the forward therefore moves Theta(T**2 d**2
+/ M) elements, and standard attention Theta(T**2 + T d) (Dao et al., 2022, arXiv 2205.14135, theorem 2).
+FlashAttention moves fewer while d**2 << M.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .traffic import Traffic
 
 
 class ProblemSizes(NamedTuple):
-    """``s`` queries and ``t`` keys of ``d`` channels, values of ``e``."""
+    """Sizes of one head: ``s`` queries and ``t`` keys of ``d`` channels, and values of ``e`` channels."""
 
     s: int
     t: int
@@ -21,9 +21,10 @@ class ProblemSizes(NamedTuple):
 
 
 class TileVisits(NamedTuple):
-    """The queries, and the keys, of every tile of pairs that is visited, added up.
+    """Total numbers of queries and of keys in all tiles that are visited.
 
-    ``full`` and ``causal`` are exact. Under any other mask ``full`` is a bound: it visits every tile.
+    ``full`` and ``causal`` are exact. Under any other mask ``full`` is an upper bound, since it counts every
+    tile.
     """
 
     queries: int
@@ -35,7 +36,10 @@ class TileVisits(NamedTuple):
 
     @classmethod
     def causal(cls, length: int, tile: int) -> "TileVisits":
-        """Square tiles that divide a sequence with itself: n (n + 1) / 2 of them, n = length / tile."""
+        """Return the visits of a causal mask with square tiles: n (n + 1) / 2 of them, n = length / tile.
+
+        The sequence has as many queries as keys, and ``tile`` must divide its length.
+        """
         if length % tile:
             raise ValueError(f"causal: expected a tile that divides length={length}, got {tile}")
         n = length // tile
@@ -43,41 +47,51 @@ class TileVisits(NamedTuple):
 
 
 def matmul(s: int, m: int, t: int, tile: int) -> Traffic:
-    """``[s, m]`` times ``[m, t]``: 2 n**3 / tile reads when all three are n and the tile divides it."""
+    """Return the traffic of ``[s, m]`` times ``[m, t]``.
+
+    If all three sizes are n and the tile divides n, this is 2 n**3 / tile reads.
+    """
     return Traffic(_tiles(t, tile) * s * m + _tiles(s, tile) * m * t, s * t)
 
 
 def three_pass(s: int, t: int) -> Traffic:
-    """Four accesses an element, and the LSE."""
+    """Return the traffic of the three-pass softmax: four accesses per element, and the LSE."""
     return Traffic(3 * s * t, s * t + s)
 
 
 def two_pass(s: int, t: int) -> Traffic:
-    """Three accesses an element, and the LSE."""
+    """Return the traffic of the two-pass softmax: three accesses per element, and the LSE."""
     return Traffic(2 * s * t, s * t + s)
 
 
 def one_pass(s: int, t: int, e: int) -> Traffic:
-    """One access an element; the values, the output and the LSE."""
+    """Return the traffic of the one-pass softmax times values.
+
+    The pass accesses each score once, and also the values, the output and the LSE.
+    """
     return Traffic(s * t + t * e, s * e + s)
 
 
 def standard_forward(sizes: ProblemSizes) -> Traffic:
-    """Q K', the softmax, P V."""
+    """Return the traffic of the standard forward: Q K', the softmax, and P V."""
     s, t, d, e = sizes
     return Traffic((s + t) * d + s * t + s * t + t * e, s * t + s * t + s * e, extra=2 * s * t)
 
 
 def standard_backward(sizes: ProblemSizes) -> Traffic:
-    """dV, dP, dS, dQ and dK: five passes over scores, and two written."""
+    """Return the traffic of the standard backward: dV, dP, dS, dQ and dK.
+
+    The scores' size is read five times and written twice.
+    """
     s, t, d, e = sizes
     read = (s * t + s * e) + (s + t) * e + 2 * s * t + (s * t + t * d) + (s * t + s * d)
     return Traffic(read, t * e + s * t + s * t + s * d + t * d, extra=2 * s * t)
 
 
 def incremental_forward(sizes: ProblemSizes, visits: TileVisits, columns: int) -> Traffic:
-    """Visits as of one tile of queries; each reads q, k, v, o, c, pi, writes o, c, pi, and writes and reads
-    scores.
+    """Return the traffic of incremental attention; ``visits`` are those of a single tile of queries.
+
+    Each visit reads q, k, v, o, c and pi, writes o, c and pi, and writes and reads the scores.
     """
     s, t, d, e = sizes
     scores = s * visits.keys
@@ -86,33 +100,48 @@ def incremental_forward(sizes: ProblemSizes, visits: TileVisits, columns: int) -
 
 
 def flash1_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """Keys and values once; each visit reads q, o, c, pi and writes o, c, pi."""
+    """Return the traffic of FlashAttention's forward.
+
+    Keys and values are read once; each visit reads q, o, c and pi, and writes o, c and pi.
+    """
     s, t, d, e = sizes
     return Traffic(t * (d + e) + visits.queries * (d + e + 2), (s + visits.queries) * (e + 2), extra=2 * s)
 
 
 def flash1_backward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """Keys and values once; each visit reads q, o, do, dq, c, pi and writes dq."""
+    """Return the traffic of FlashAttention's backward.
+
+    Keys and values are read once; each visit reads q, o, do, dq, c and pi, and writes dq.
+    """
     s, t, d, e = sizes
     return Traffic(t * (d + e) + visits.queries * (2 * d + 2 * e + 2), (s + visits.queries) * d + t * (d + e))
 
 
 def flash2_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """Queries once; each visit reads k and v; the output and one statistic are written once."""
+    """Return the traffic of FlashAttention-2's forward.
+
+    Queries are read once, each visit reads k and v, and the output and one statistic are written once.
+    """
     s, _, d, e = sizes
     return Traffic(s * d + visits.keys * (d + e), s * (e + 1), extra=s)
 
 
 def flash2_backward_one_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """u first; then keys and values once, and each visit reads q, do, dq, L, u and adds to dq."""
+    """Return the traffic of FlashAttention-2's backward in one pass.
+
+    u is computed first. Then keys and values are read once; each visit reads q, do, dq, L and u, and adds to
+    dq.
+    """
     s, t, d, e = sizes
     read = 2 * s * e + t * (d + e) + visits.queries * (2 * d + e + 2)
     return Traffic(read, s + (s + visits.queries) * d + t * (d + e), extra=s)
 
 
 def flash2_backward_two_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """u first; then each owner reads its own once and visits the others, and every gradient is written
-    once.
+    """Return the traffic of FlashAttention-2's backward in two passes.
+
+    u is computed first. Then each owner reads its own tile once and visits the others; every gradient is
+    written once.
     """
     s, t, d, e = sizes
     keys = t * (d + e) + visits.queries * (d + e + 2)

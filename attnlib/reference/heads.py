@@ -1,19 +1,19 @@
-"""Batch and heads: an algorithm of one head, run for each. On a device this loop is the grid."""
+"""Loop over batch and heads around an algorithm of one head; on a device this loop is the grid."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-# Takes q [s, d], k [t, d], v [t, e], the sequence's number and the query head's; gives [s, e] and [s].
+# Arguments: q [s, d], k [t, d], v [t, e], sequence number, query head number. Returns output [s, e], LSE [s].
 Algorithm = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 def over_heads(algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output ``[b, s, h, e]`` and LSE ``[b, h, s]`` of q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g,
-    e]``.
+    """Return output ``[b, s, h, e]`` and LSE ``[b, h, s]`` of an algorithm that runs on each head.
 
-    Query head h reads KV head h // (h / g). No result depends on another, so that with FlashAttention-2's
-    tiles of queries there are b * h * ceil(s / rows) programs to run at once.
+    The inputs are q ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]``; query head n reads KV head n
+    // (h / g). All results are independent, so with FlashAttention-2's tiles of queries b * h * ceil(s /
+    rows) programs can run at once.
     """
     (b, s, h, _), group = q.shape, q.shape[2] // k.shape[2]
     out, lse = q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s)

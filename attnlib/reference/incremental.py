@@ -1,8 +1,8 @@
 """Attention over one chunk of keys after another (Rabe and Staats, 2021, arXiv 2112.05682).
 
-Their m* is our running maximum ``c``, their s* the normaliser ``pi``, their v* the unnormalised output. All
-queries meet a chunk of ``columns`` keys at once, so scores take O(s * columns) extra memory instead of O(s
-t).
+All queries process a chunk of ``columns`` keys at once, so the scores take O(s * columns) extra memory
+instead of O(s t). Notation: the paper's m* is our running maximum ``c``, s* the normaliser ``pi``, and v* the
+unnormalised output.
 """
 
 import torch
@@ -16,7 +16,7 @@ from .traffic import SlowMemory
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]``; the LSE is c + log pi."""
+    """Return output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]``; the LSE is c + log pi."""
     i, _ = pairs.whole
     q, k, v = memory.inputs(q, k, v)
     (s, _), (t, e) = q.shape, v.shape

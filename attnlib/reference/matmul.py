@@ -1,4 +1,4 @@
-"""A matrix product by tiles, between the two ends that an IO model speaks of."""
+"""Tiled matrix product: its traffic lies between the two extremes of the IO model."""
 
 from torch import Tensor
 
@@ -6,10 +6,13 @@ from .traffic import SlowMemory, tiles
 
 
 def matmul(a: Tensor, b: Tensor, *, tile: int, memory: SlowMemory) -> Tensor:
-    """``a @ b`` of a ``[s, m]`` and b ``[m, t]`` with three square tiles on chip.
+    """Return ``a @ b`` of a ``[s, m]`` and b ``[m, t]``, with three square tiles on chip.
 
-    With ``tile=1`` each dot product reads its row and its column: 2 n**3 reads for n x n matrices. With
-    ``tile=n`` each element is read once: 2 n**2. Between them it is 2 n**3 / tile.
+    Reads for n x n matrices:
+
+      tile=1   2 n**3         (each dot product reads its row and its column)
+      tile     2 n**3 / tile
+      tile=n   2 n**2         (each element is read once)
     """
     a, b = memory.inputs(a, b)
     product = memory.output(a, a.shape[0], b.shape[1])

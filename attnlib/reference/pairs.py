@@ -1,6 +1,4 @@
-"""The pairs of queries and keys of one head, tile by tile: which are seen, how they score, what dropout
-leaves.
-"""
+"""The query-key pairs of one head, tile by tile: visibility, scores and dropout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from .traffic import tiles
 
 
 class Visibility(Protocol):
-    """What a mask must answer; ``attnlib.Mask`` says what the answers mean."""
+    """The interface that the algorithms need of a mask; :class:`attnlib.Mask` documents it."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor: ...
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]: ...
@@ -22,12 +20,12 @@ class Visibility(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """``queries`` x ``keys`` pairs under a mask; the queries are the last ones of the keys.
+    """The ``queries`` x ``keys`` pairs of one head under a mask; the queries are the last of the keys.
 
-    A tile is two slices, ``i`` of queries and ``j`` of keys, both counted from 0. ``kept(i, j)`` says, as
-    bool, which of a tile's probabilities dropout keeps: a function of position, so that a backward pass makes
-    the bits again and nothing is stored. Kept ones are divided by ``1 - dropout_p`` (Dao et al., 2022: the
-    product with Z_ij).
+    A tile is two slices, ``i`` of queries and ``j`` of keys, both counted from 0. ``kept(i, j)`` returns a
+    bool tensor, True where dropout keeps the probability. It is a function of position, so a backward pass
+    computes the bits again and nothing is stored. Probabilities that are kept are divided by
+    ``1 - dropout_p`` (the product with Z_ij in Dao et al., 2022).
     """
 
     mask: Visibility
@@ -39,46 +37,48 @@ class Pairs:
 
     @property
     def whole(self) -> tuple[slice, slice]:
-        """The one tile of all pairs."""
+        """The single tile that holds all pairs."""
         return slice(0, self.queries), slice(0, self.keys)
 
     def seen_by(self, i: slice, size: int) -> list[slice]:
-        """The tiles of ``size`` keys of which queries ``i`` see anything; the others need not be read."""
+        """Return the tiles of ``size`` keys of which queries ``i`` see any; others need not be read."""
         return [j for j in tiles(self.keys, size) if self._meet(i, j)]
 
     def seeing(self, j: slice, size: int) -> list[slice]:
-        """The tiles of ``size`` queries that see anything of keys ``j``."""
+        """Return the tiles of ``size`` queries that see any of the keys ``j``."""
         return [i for i in tiles(self.queries, size) if self._meet(i, j)]
 
     def scores(self, q_i: Tensor, k_j: Tensor, i: slice, j: slice) -> Tensor:
-        """S_ij = scale * q_i k_j', -inf where hidden. A tile that is seen as a whole is not masked."""
+        """Return S_ij = scale * q_i k_j', -inf where hidden; a fully visible tile is not masked."""
         s_ij, visible = self.scale * q_i @ k_j.T, self._visible(i, j, q_i.device)
         return s_ij if visible is None else torch.where(visible, s_ij, -torch.inf)
 
     def drop(self, p_ij: Tensor, i: slice, j: slice) -> Tensor:
-        """P_ij * Z_ij."""
+        """Return P_ij * Z_ij, the probabilities after dropout."""
         return p_ij if self.kept is None else p_ij * self.kept(i, j) / (1 - self.dropout_p)
 
     def hide(self, x_ij: Tensor, i: slice, j: slice) -> Tensor:
-        """x_ij, 0 where hidden."""
+        """Return x_ij, with 0 where hidden."""
         visible = self._visible(i, j, x_ij.device)
         return x_ij if visible is None else torch.where(visible, x_ij, 0)
 
     def sum_keys(self, x_ij: Tensor, v_j: Tensor, i: slice, j: slice) -> Tensor:
-        """x_ij v_j over the visible pairs: for each query a sum over keys."""
+        """Return x_ij v_j over the visible pairs: for each query, a sum over keys."""
         return _product(x_ij, v_j, self._visible(i, j, v_j.device))
 
     def sum_queries(self, x_ij: Tensor, q_i: Tensor, i: slice, j: slice) -> Tensor:
-        """x_ij' q_i over the visible pairs: for each key a sum over queries."""
+        """Return x_ij' q_i over the visible pairs: for each key, a sum over queries."""
         visible = self._visible(i, j, q_i.device)
         return _product(x_ij.T, q_i, None if visible is None else visible.T)
 
     def _meet(self, i: slice, j: slice) -> bool:
         start, stop = self.mask.keys(*self._storage(i), self.keys)
-        return start < j.stop and j.start < stop  # the range that queries i see has no hole
+        return (
+            start < j.stop and j.start < stop
+        )  # the range of visible keys has no hole
 
     def _visible(self, i: slice, j: slice, device: torch.device) -> Tensor | None:
-        """Bool, or None when every pair of the tile is visible."""
+        """Return which pairs of a tile are visible, or None if all are."""
         first, last = self._storage(i)
         if self.mask.covers(first, last, j.start, j.stop):
             return None
@@ -91,5 +91,5 @@ class Pairs:
 
 
 def _product(x: Tensor, y: Tensor, visible: Tensor | None) -> Tensor:
-    """``x @ y`` without the hidden terms. They are selected away: zero times a NaN would still be a NaN."""
+    """Return ``x @ y`` without the hidden terms; torch.where drops them, since 0 * NaN would be NaN."""
     return x @ y if visible is None else torch.where(visible[..., None], x[..., None] * y, 0).sum(1)

@@ -1,7 +1,8 @@
-"""Softmax in three passes, in two and in one (Milakov and Gimelshein, 2018, arXiv 1805.02867).
+"""Softmax in three, two and one passes (Milakov and Gimelshein, 2018, arXiv 1805.02867).
 
-Rows are independent; ``columns`` of each are read at a time. Their m is our running maximum ``c``, their d
-our normaliser ``pi``. A row of nothing but -inf has seen nothing: it gives 0, and an LSE of -inf.
+Rows are independent; an algorithm reads ``columns`` columns at a time. A row of only -inf has seen nothing:
+its result is 0, and its LSE is -inf. Notation: the paper's m is our running maximum ``c``, and d is our
+normaliser ``pi``.
 """
 
 import torch
@@ -11,25 +12,26 @@ from .traffic import SlowMemory, tiles
 
 
 def correction(old: Tensor, new: Tensor) -> Tensor:
-    """What sums taken under the maximum ``old`` are multiplied by under ``new``: exactly 1 where it did not
-    move.
-    """
-    # The selection matters while nothing has been seen: -inf - (-inf) is a NaN.
+    """Return the factor that converts sums from maximum ``old`` to ``new``; exactly 1 if they are equal."""
+    # torch.where is necessary while nothing has been seen, since -inf - (-inf) is NaN.
     return torch.where(old == new, 1, torch.exp(old - new))
 
 
 def exponentials(x: Tensor, c: Tensor) -> Tensor:
-    """exp(x - c), 0 where x is -inf whatever c is."""
+    """Return exp(x - c), and 0 where x is -inf, whatever c is."""
     return torch.where(x == -torch.inf, 0, torch.exp(x - c[:, None]))
 
 
 def divide(x: Tensor, pi: Tensor) -> Tensor:
-    """x / pi, 0 in rows that have seen nothing."""
+    """Return x / pi, and 0 in rows that have seen nothing."""
     return torch.where(pi[:, None] == 0, 0, x / pi[:, None])
 
 
 def advance(c: Tensor, pi: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One step of the online softmax over columns ``x``: the new c and pi, the correction, and exp(x - c)."""
+    """Run one step of the online softmax over columns ``x``.
+
+    Returns the new c, the new pi, the correction factor, and exp(x - c).
+    """
     new = torch.cat((c[:, None], x), 1).amax(1)
     p = exponentials(x, new)
     alpha = correction(c, new)
@@ -37,7 +39,7 @@ def advance(c: Tensor, pi: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def three_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """Softmax and LSE ``[s]`` of x ``[s, t]``: the maximum, then the normaliser, then the result."""
+    """Return softmax and LSE ``[s]`` of x ``[s, t]`` in three passes: maximum, normaliser, result."""
     (x,) = memory.inputs(x)
     s, t = x.shape
     y, lse = memory.output(x, s, t), memory.output(x, s)
@@ -53,8 +55,9 @@ def three_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, 
 
 
 def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """Softmax and LSE ``[s]`` of x ``[s, t]``: maximum and normaliser together (their algorithm 3), then the
-    result.
+    """Return softmax and LSE ``[s]`` of x ``[s, t]`` in two passes.
+
+    The first pass computes maximum and normaliser together (algorithm 3 of the paper), the second the result.
     """
     (x,) = memory.inputs(x)
     s, t = x.shape
@@ -69,8 +72,9 @@ def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Te
 
 
 def one_pass(x: Tensor, v: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """softmax(x) v ``[s, e]`` and LSE ``[s]`` of x ``[s, t]`` and v ``[t, e]``: the softmax itself is never
-    there.
+    """Return softmax(x) v ``[s, e]`` and LSE ``[s]`` of x ``[s, t]`` and v ``[t, e]``.
+
+    A single pass computes both, and never stores the softmax.
     """
     x, v = memory.inputs(x, v)
     (s, t), e = x.shape, v.shape[1]

@@ -1,8 +1,8 @@
-"""Standard attention and its backward, step by step, every intermediate result in slow memory.
+"""Standard attention, forward and backward, with every intermediate result in slow memory.
 
-A step reads each operand once and writes its result once, the least that unfused steps can do. For q ``[s,
-d]``, k ``[t, d]``, v ``[t, e]`` of one head that is Theta(s t) beside the inputs and outputs, at any size of
-the fast memory.
+Each step reads every operand once and writes its result once, the least that unfused steps can do. For q
+``[s, d]``, k ``[t, d]`` and v ``[t, e]`` of one head, this is Theta(s t) in addition to the inputs and
+outputs, whatever the size of the fast memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ from .traffic import SlowMemory
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """Output ``[s, e]``, and probabilities ``[s, t]`` before dropout.
+    """Return output ``[s, e]`` and the probabilities ``[s, t]`` before dropout.
 
     S = scale Q K', P = softmax(S), O = (P * Z) V.
     """
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, memory: SlowMemory
 def backward(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, pairs: Pairs, *, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output, ``do``, and the saved probabilities.
+    """Return the gradients of q, k and v; ``do`` is that of the output, and ``p`` the saved probabilities.
 
     dV = (P * Z)' dO, dP = (dO V') * Z, dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS' Q.
     """

@@ -1,4 +1,4 @@
-"""Slow memory that counts: what an algorithm reads, writes and allocates, in elements."""
+"""A model of slow memory that counts the elements an algorithm reads, writes and allocates."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ Where = int | slice | tuple[int | slice, ...]
 
 
 class Traffic(NamedTuple):
-    """Elements read from slow memory, written to it, and allocated in it beside the inputs and the results.
+    """Elements read from slow memory, written to it, and allocated in addition to inputs and results.
 
-    Statistics that a forward pass leaves for its backward pass are ``extra``: the caller did not ask for
+    Statistics that a forward saves for its backward count as ``extra``, since the caller did not ask for
     them.
     """
 
@@ -25,8 +25,7 @@ class Traffic(NamedTuple):
 
 
 class SlowMemory:
-    """The large memory of a chip with a small fast one. An algorithm's arrays lie here; its tiles are on
-    chip, free.
+    """The large, slow memory of a chip: arrays live here, while tiles are on chip and cost nothing.
 
     >>> memory = SlowMemory()
     >>> (x,) = memory.inputs(torch.ones(4, 3))
@@ -41,11 +40,11 @@ class SlowMemory:
         self.traffic: Traffic = Traffic(0, 0)
 
     def inputs(self, *tensors: Tensor) -> list["Array"]:
-        """Tensors that were there before."""
+        """Return arrays of existing tensors."""
         return [Array(x.detach(), self) for x in tensors]
 
     def output(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
-        """A result, of the dtype of ``like``. Filling it is writing it."""
+        """Allocate a result in the dtype of ``like``; filling it counts as writing it."""
         tensor = like.tensor.new_empty(shape)
         array = Array(tensor, self)
         if fill is not None:
@@ -53,8 +52,9 @@ class SlowMemory:
         return array
 
     def scratch(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
-        """An ``output`` that nobody asked for. It is never freed: no algorithm here would peak lower for
-        it.
+        """Allocate an array that is not a result, and count it as extra.
+
+        Scratch is never freed, since freeing it would not lower the peak of any algorithm here.
         """
         array = self.output(like, *shape, fill=fill)
         self.count(extra=array.tensor.numel())
@@ -67,10 +67,10 @@ class SlowMemory:
 
 
 class Array:
-    """A tensor in slow memory: ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, ``x[i] += tile``
-    does both.
+    """A tensor in slow memory.
 
-    ``tensor`` is for the caller who collects a result; an algorithm does not touch it.
+    ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, and ``x[i] += tile`` does both. ``tensor`` is
+    for the caller, who collects a result; algorithms do not touch it.
     """
 
     def __init__(self, tensor: Tensor, memory: SlowMemory):
@@ -82,7 +82,7 @@ class Array:
         return self.tensor.shape
 
     def tile(self, *shape: int, fill: float = 0.0) -> Tensor:
-        """A tile of this dtype that begins on chip."""
+        """Return a new tile on chip, in the dtype of this array."""
         return self.tensor.new_full(shape, fill)
 
     def __getitem__(self, where: Where) -> Tensor:
@@ -96,7 +96,7 @@ class Array:
 
 
 def tiles(total: int, size: int) -> list[slice]:
-    """``range(total)`` cut into slices of ``size``, the last one perhaps shorter."""
+    """Split ``range(total)`` into slices of ``size``; the last one may be shorter."""
     if size < 1:
         raise ValueError(f"tiles: expected a size of at least 1, got {size}")
     return [slice(start, min(total, start + size)) for start in range(0, total, size)]

@@ -1,8 +1,8 @@
 """Rotary position embeddings.
 
-``rope.py`` is the description that layers hold, ``scaling.py`` the published rules for longer contexts,
-``rotation.py`` computes and applies angles, and ``selected.py`` makes a rope of chosen pairs of another one,
-for conversion.
+``rope.py`` holds the description that layers store, ``scaling.py`` the published rules for longer contexts,
+and ``rotation.py`` the angles and the rotation. ``selected.py`` builds a rope from selected pairs of another
+one, for checkpoint conversion.
 """
 
 from .rope import Rope, yarn_ramp

@@ -19,16 +19,17 @@ from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Sc
 @kind
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of the first ``dim`` channels of a head by its position (Su et al., 2021, arXiv 2104.09864).
+    """Rotary embedding of the first ``dim`` channels of a head (Su et al., 2021, arXiv 2104.09864).
 
-    Pair ``c`` of a token at position ``i`` (the paper's ``m``) turns by ``i * theta ** (-2 * c / dim)``,
-    slowed by ``scaling``. A Rope holds numbers and no tensors: angles are computed when asked for, at any
-    position, on the device of the positions, so there is no table to outgrow, to move or to share between
-    inference and training.
+    Pair ``c`` of a token at position ``i`` (the paper's ``m``) rotates by ``i * theta ** (-2 * c / dim)``,
+    slowed by ``scaling`` if given. A Rope holds only numbers, no tensors. It computes angles on request, at
+    any position and on the device of the positions, so there is no table to outgrow, to move, or to share
+    between inference and training.
 
     Raises:
-        TypeError: a field has the wrong type. ValueError: ``dim`` is odd or not positive, or ``theta`` not
-        positive and finite, or too small for the scaling.
+        TypeError: a field has the wrong type.
+        ValueError: ``dim`` is odd or not positive, or ``theta`` is not positive and finite, or is too small
+            for the scaling.
 
     >>> rope = Rope(dim=64, theta=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
     >>> rope.angles(torch.arange(10)).convention
@@ -65,19 +66,19 @@ class Rope:
 
     @property
     def needs_length(self) -> bool:
-        """Whether angles depend on how long the sequence is."""
+        """True if the angles depend on the length of the sequence."""
         scaling = self.scaling
         chooses = isinstance(scaling, LongRoPE) and scaling.short_factor != scaling.long_factor
         return chooses or isinstance(scaling, DynamicNTK)
 
     @property
     def amplitude(self) -> float:
-        """The factor that YaRN and LongRoPE put on both rotated q and rotated k (1 without them).
+        """The factor that YaRN and LongRoPE apply to both rotated q and rotated k; 1 for other rules.
 
-        Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole
-        heads multiplies ``scale`` by ``amplitude ** 2``, and one that rotates some channels multiplies these
-        channels of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by
-        ``amplitude``.
+        Angles do not include the factor, so layers apply its square, which the scores of rotated channels
+        carry. A layer that rotates whole heads multiplies ``scale`` by ``amplitude ** 2``. A layer that
+        rotates only some channels multiplies these channels of q instead, so that stored keys do not contain
+        the factor. Hugging Face multiplies cos and sin by ``amplitude``.
         """
         scaling = self.scaling
         if not isinstance(scaling, YaRN | LongRoPE):
@@ -92,9 +93,9 @@ class Rope:
 
     @property
     def latent_scale(self) -> float:
-        """DeepSeek's factor on the whole softmax scale, ``mscale(factor, mscale_all_dim) ** 2``, else 1.
+        """DeepSeek's factor on the whole softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, or 1.
 
-        It scales rotated and unrotated channels alike, and comes on top of ``amplitude``.
+        The factor applies to rotated and unrotated channels, in addition to ``amplitude``.
         """
         if isinstance(self.scaling, YaRN) and self.scaling.mscale_all_dim:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
@@ -103,10 +104,10 @@ class Rope:
     def inverse_frequencies(
         self, *, length: int | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """The angle per position of each pair, fp32 ``[dim / 2]``, under every scaling rule.
+        """Return the scaled angle per position of each pair, fp32 ``[dim / 2]``.
 
-        The numbers are the same on every device, and those of Hugging Face transformers on a CPU to within 4
-        units in the last place (nearly all are equal).
+        The numbers are the same on every device. They agree with Hugging Face transformers on a CPU to within
+        4 units in the last place, and nearly all are equal.
 
         Raises:
             TypeError: ``length`` is not an int.
@@ -115,9 +116,9 @@ class Rope:
         scaling = self.scaling
         self._check_length(length)
         exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
-        # fp32 powers and quotients differ by units in the last place between devices and compilers, and
-        # position 100_000 turns one such unit into 0.01 radian; taken in fp64 they are rounded to the same
-        # fp32 everywhere.
+        # Compute powers and quotients in fp64 and round them to fp32, which gives the same result everywhere.
+        # In fp32 they differ by units in the last place between devices and compilers, and at position
+        # 100_000 one such unit becomes 0.01 radian.
         wavelengths = (self._base(length) ** exponents.double()).float()
         frequencies = (1.0 / wavelengths.double()).float()
         if isinstance(scaling, Linear):
@@ -145,13 +146,12 @@ class Rope:
         return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
-        """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without
-        amplitude.
+        """Return the angles at integer ``positions`` of any shape, computed in fp32.
 
-        ``length`` is the length that DynamicNTK scales for and by which LongRoPE chooses, at least one more
-        than the greatest position; every other rule refuses it. Negative positions turn backwards. A phase is
-        an fp32 product, so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 **
-        24`` are rounded.
+        The angles are a pure rotation, without ``amplitude``. ``length`` is the sequence length that
+        DynamicNTK scales for and by which LongRoPE chooses its factors; it must exceed the greatest position.
+        Every other rule refuses it. Negative positions rotate backwards. A phase is an fp32 product, so its
+        error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
@@ -167,9 +167,9 @@ class Rope:
         return Angles(phases.cos(), phases.sin(), self.interleaved)
 
     def _base(self, length: int | None) -> float:
-        """``theta`` as the NTK rules change it."""
+        """Return ``theta``, or the larger base that an NTK rule puts in its place."""
         factor = self._ntk_factor(length)
-        base = 1.0 * self.theta  # an int may be too large for torch
+        base = 1.0 * self.theta  # a float, since torch refuses ints beyond 64 bits
         return base if factor is None else base * factor ** (self.dim / (self.dim - 2))
 
     def _ntk_factor(self, length: int | None) -> float | None:
@@ -199,22 +199,23 @@ class Rope:
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
-    """fp32 ``x`` over ``divisor`` rounded to fp32, rounded once: a GPU would multiply by a rounded
-    reciprocal.
-    """
+    """Divide fp32 ``x`` by ``divisor``, rounded once; a GPU would multiply by a rounded reciprocal."""
     return (x.double() / torch.full_like(x, 1.0 * divisor).double()).float()
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """YaRN's ``sqrt(1 / t)`` (its equation 22), with DeepSeek's weight on the logarithm."""
+    """Return YaRN's ``sqrt(1 / t)`` (its equation 22), with DeepSeek's weight on the logarithm."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 
 def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
-    """The pair up to which frequencies are kept and the pair from which they are divided by the factor."""
+    """Return the two ends of YaRN's ramp, as (fractional) pairs.
+
+    Frequencies up to the first pair are unscaled; from the second pair on, they are divided by the factor.
+    """
 
     def pair(turns: float) -> float:
-        """The (fractional) pair that turns so many times over the original positions."""
+        """Return the (fractional) pair that makes ``turns`` full turns over the original positions."""
         return (
             rope.dim
             * math.log(yarn.original_max_position / (turns * 2 * math.pi))
@@ -224,6 +225,6 @@ def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # dim - 1 and not the last pair: every published checkpoint was trained with this bound.
+    # The bound is dim - 1, not the last pair, since every published checkpoint was trained with it.
     low, high = max(low, 0), min(high, rope.dim - 1)
     return low, high + 0.001 if low == high else high

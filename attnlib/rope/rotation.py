@@ -1,4 +1,4 @@
-"""Computed rotary angles (Angles), and the rotation by them."""
+"""Rotary angles (:class:`Angles`), and the rotation of heads by them."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from ..internal.signatures import kind
 @kind
 @dataclass(frozen=True, slots=True, eq=False)
 class Angles:
-    """Cosines and sines fp32 ``[..., p / 2]``, and whether the pairs they turn are interleaved.
+    """Cosines and sines, fp32 ``[..., p / 2]``, and the layout of the channel pairs to rotate.
 
-    Channels ``(c, c + p / 2)`` form a pair in the half layout, ``(2c, 2c + 1)`` in the interleaved one. Two
-    Angles are equal only when they are the same object.
+    A pair is channels ``(c, c + p / 2)`` in the half layout, or ``(2c, 2c + 1)`` in the interleaved layout.
+    Two Angles are equal only if they are the same object.
 
     Raises:
-        TypeError: cos or sin is not an fp32 tensor, or interleaved no bool.
-        ValueError: their shapes or devices differ.
+        TypeError: cos or sin is not an fp32 tensor, or ``interleaved`` is not a bool.
+        ValueError: cos and sin differ in shape or device.
     """
 
     cos: Tensor
@@ -44,24 +44,22 @@ class Angles:
 
     @property
     def convention(self) -> str:
-        """The pairing and the rotated width, which a cache must not mix, as ``half:64`` or
-        ``interleaved:64``.
-        """
+        """The pair layout and the rotated width, such as ``half:64``; a cache must not mix conventions."""
         return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 
 @kind
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass
-    through.
+    """Rotate the first ``p`` channels of ``x`` ``[..., h, d]`` by angles ``[..., p / 2]``.
 
-    Leading dimensions of the angles are those of x, from the right: ``[b, s, h, d]`` takes ``[b, s, p / 2]``,
-    ``[1, s, p / 2]`` and ``[s, p / 2]``; packed ``[t, h, d]`` takes ``[t, p / 2]``. The result keeps x's
-    dtype and pairing (transformers' interleaved rotation returns the half layout instead). Computed in fp32,
-    or for fp64 x in fp64 with the fp32 angles.
+    The other channels do not change. Leading dimensions of the angles match those of x from the right: x
+    ``[b, s, h, d]`` takes ``[b, s, p / 2]``, ``[1, s, p / 2]`` or ``[s, p / 2]``; packed x ``[t, h, d]``
+    takes ``[t, p / 2]``. The result has the dtype and pair layout of x (transformers' interleaved rotation
+    returns the half layout instead). The rotation is computed in fp32, or for fp64 x in fp64 with the fp32
+    angles.
 
     Raises:
-        TypeError: x is not fp16, bf16, fp32 or fp64, or angles are not Angles.
+        TypeError: x is not fp16, bf16, fp32 or fp64, or ``angles`` are not Angles.
         ValueError: more channels rotate than x has, or the leading dimensions or the devices do not match.
 
     >>> x = torch.randn(2, 5, 8, 96)
@@ -81,12 +79,10 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def check_rotation(x: Tensor, angles: Angles) -> None:
-    """Raise TypeError or ValueError unless these angles can rotate ``x``; the message names the remedy."""
+    """Raise TypeError or ValueError unless ``angles`` can rotate ``x``; the message names the remedy."""
     check_strided("x", x)
     if not isinstance(angles, Angles):
-        raise TypeError(
-            f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}"
-        )
+        raise TypeError(f"angles: expected Angles from rope.angles(positions), got {type(angles).__name__}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"x: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
     if x.device != angles.cos.device:
@@ -98,8 +94,8 @@ def check_rotation(x: Tensor, angles: Angles) -> None:
             f"{tuple(x.shape)}; make Rope(dim=...) at most the head dimension"
         )
     tokens, positions = x.shape[:-2], angles.cos.shape[:-1]
-    # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often
-    # than meant.
+    # Only the batch dimensions may be absent or 1, since one position for a whole sequence is usually a
+    # mistake.
     fits = len(positions) <= len(tokens) and positions[-1:] == tokens[-1:]
     if not fits or any(n not in (1, m) for n, m in zip(reversed(positions), reversed(tokens), strict=False)):
         raise ValueError(
@@ -110,7 +106,7 @@ def check_rotation(x: Tensor, angles: Angles) -> None:
 
 
 def check_strided(name: str, x: Tensor, expected: str = "a strided tensor") -> None:
-    """Raise TypeError for what is no strided tensor."""
+    """Raise TypeError unless ``x`` is a strided tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:

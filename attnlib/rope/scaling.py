@@ -1,5 +1,6 @@
-"""Published rules that scale rope for longer contexts, and a temperature for scores. Rope does the
-arithmetic.
+"""Rope scaling rules for longer contexts, and a query temperature that depends on position.
+
+The rules only hold parameters; :class:`Rope` does the arithmetic.
 """
 
 import math
@@ -18,7 +19,7 @@ FP32 = torch.finfo(torch.float32)
 @kind
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Positions divided by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
+    """Linear position interpolation: divide positions by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
 
     Raises:
         TypeError: ``factor`` is not a number.
@@ -34,9 +35,9 @@ class Linear:
 @kind
 @dataclass(frozen=True, slots=True)
 class NTK:
-    """A fixed NTK-aware base: ``theta * factor ** (dim / (dim - 2))``.
+    """NTK-aware scaling with a fixed base: ``theta * factor ** (dim / (dim - 2))``.
 
-    The slowest pair turns ``factor`` times slower and the fastest one as before.
+    The slowest pair rotates ``factor`` times slower; the fastest pair is unchanged.
 
     Raises:
         TypeError: ``factor`` is not a number.
@@ -52,11 +53,12 @@ class NTK:
 @kind
 @dataclass(frozen=True, slots=True)
 class DynamicNTK:
-    """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it.
+    """NTK-aware scaling with a base that grows with the length of the sequence.
 
-    Up to ``original_max_position`` (``max_position_embeddings`` of a Hugging Face config) nothing is scaled;
-    at a greater length it is ``NTK(factor * length / original_max_position - (factor - 1))``. Angles of
-    different lengths do not mix, so keys rotated at one length are wrong at the next.
+    Angles need an explicit length, so no cache can use this rule: keys rotated for one length are wrong at
+    the next. Up to ``original_max_position`` (``max_position_embeddings`` in a Hugging Face config) nothing
+    is scaled. A greater ``length`` is scaled as by
+    ``NTK(factor * length / original_max_position - (factor - 1))``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -74,10 +76,10 @@ class DynamicNTK:
 @kind
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between.
+    """Llama 3.1 scaling: divide low frequencies by ``factor``, keep high ones, and interpolate between.
 
-    A pair is low when it turns less than ``low_freq_factor`` times over ``original_max_position`` positions,
-    and high when it turns more than ``high_freq_factor`` times.
+    A pair is low if it makes fewer than ``low_freq_factor`` turns over ``original_max_position`` positions,
+    and high if it makes more than ``high_freq_factor`` turns.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -104,14 +106,16 @@ class Llama3:
 @kind
 @dataclass(frozen=True, slots=True)
 class YaRN:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers.
+    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale parameters.
 
-    Pairs that turn more than ``beta_fast`` (the paper's beta) times over ``original_max_position`` (L)
-    positions are kept, those that turn less than ``beta_slow`` (alpha) times are divided by ``factor`` (s),
-    with a ramp between; ``truncate`` rounds the ends of the ramp outward to whole pairs. ``Rope.amplitude``
-    is the paper's ``sqrt(1 / t)``, or ``attention_factor`` when that is given. As in Hugging Face configs an
-    mscale of 0 counts as missing, ``Rope.amplitude`` reads the two mscale numbers only when both are there,
-    and ``Rope.latent_scale`` reads only ``mscale_all_dim``.
+    The rule depends on how many turns a pair makes over ``original_max_position`` (the paper's L) positions.
+    Above ``beta_fast`` (beta) turns a pair is unscaled, below ``beta_slow`` (alpha) turns it is divided by
+    ``factor`` (s), and between them is a ramp. ``truncate`` rounds the ends of the ramp outward to whole
+    pairs.
+
+    ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``, or ``attention_factor`` if that is given. As in Hugging
+    Face configs, an mscale of 0 counts as missing. ``Rope.amplitude`` uses the mscale parameters only if both
+    are given; ``Rope.latent_scale`` uses only ``mscale_all_dim``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -148,17 +152,16 @@ class YaRN:
 @kind
 @dataclass(frozen=True, slots=True)
 class LongRoPE:
-    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): each pair slowed by a factor of its own, found by a
-    search.
+    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): slow each pair by its own factor, found by search.
 
-    Up to ``original_max_position`` the factors are ``short_factor``, beyond it ``long_factor``, one for each
-    pair, so that angles need a length; not so where both are alike, which is how to choose one of them for
-    all lengths. ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or
-    ``attention_factor`` when that is given; ``factor`` is how many times longer sequences may become.
+    ``short_factor`` applies up to ``original_max_position``, ``long_factor`` beyond, with one number for each
+    pair. Angles therefore need a length, unless the two tuples are equal: pass the same tuple twice to use it
+    for all lengths. ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or
+    ``attention_factor`` if that is given; ``factor`` says how many times longer sequences may become.
 
     Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a number is out of range, or there are not as many long factors as short ones.
+        TypeError: a field has the wrong type, or the tuples differ in length.
+        ValueError: a number is out of range.
     """
 
     short_factor: tuple[float, ...]
@@ -185,10 +188,10 @@ class LongRoPE:
 @kind
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """Only the first ``share`` of the pairs turn, at the frequencies of the whole head divided by ``factor``.
+    """Partial rotation: only the first ``share`` of the pairs rotate, at the whole head's frequencies.
 
-    The pairs of a rope of fewer channels are ``(c, c + p / 2)`` of these; here they are ``(c, c + d / 2)`` of
-    all.
+    Frequencies are divided by ``factor``. Pairs are ``(c, c + d / 2)`` of the whole head; a Rope of fewer
+    channels would instead use ``(c, c + p / 2)`` of the rotated channels.
 
     Raises:
         TypeError: a field is not a number.
@@ -208,10 +211,10 @@ class Proportional:
 @kind
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries that grow with their position i, by ``1 + weight * ln(1 + floor((i + offset) / interval))``.
+    """A factor on queries that grows with position: ``1 + weight * ln(1 + floor((i + offset) / interval))``.
 
-    Llama 4 has it in its layers without rope (``offset`` 1), Ministral 3 in all (0). Negative positions count
-    as 0.
+    Llama 4 uses it in its layers without rope (``offset=1``), Ministral 3 in all layers (``offset=0``).
+    Negative positions count as 0.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -228,8 +231,9 @@ class Temperature:
         check_count("Temperature.offset", self.offset)
 
     def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
-        """``q`` ``[..., h, d]`` of tokens at integer ``positions`` ``[...]``, leading dimensions 1 or
-        absent.
+        """Return ``q`` ``[..., h, d]`` scaled for tokens at integer ``positions`` ``[...]``.
+
+        Leading dimensions of ``positions`` may be 1 or absent.
         """
         steps = ((positions.clamp(min=0) + self.offset) // self.interval)[..., None, None]
         steps = steps.to(torch.promote_types(q.dtype, torch.float32))
@@ -237,16 +241,18 @@ class Temperature:
 
 
 Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # Hugging Face's names
+# Values of rope_type in Hugging Face configs.
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def scaling_of(fields: Mapping[str, object], *, max_position: int | None) -> Scaling | None:
-    """The rule that a Hugging Face config's ``rope_parameters`` describe; ``max_position`` is the model's
-    longest.
+    """Return the scaling rule that ``rope_parameters`` of a Hugging Face config describe.
+
+    ``max_position`` is the config's ``max_position_embeddings``, for rules that omit their own.
 
     Raises:
-        KeyError: a number is missing.
-        TypeError, ValueError: the kind is unknown, or a number impossible.
+        KeyError: a parameter is missing.
+        TypeError, ValueError: the rope type is unknown, or a parameter is out of range.
     """
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in KINDS:
@@ -280,10 +286,10 @@ def _longest(max_position: int | None) -> int:
 
 
 def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
-    """Refuse what is not a number within these bounds that fp32 holds."""
+    """Raise TypeError or ValueError unless ``value`` is a number within bounds that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # neither 0 nor inf in fp32
+    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # fp32 rounds it neither to 0 nor to inf
     if not (holds and value >= least and value > above):
         bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
         raise ValueError(f"{name}: expected a finite number {bound}, got {value}")

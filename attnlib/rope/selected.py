@@ -1,4 +1,4 @@
-"""A rope whose pairs turn as chosen pairs of another one do."""
+"""SelectedRope: a rope made of selected pairs of another rope."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,19 @@ from .rope import Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedRope(Rope):
-    """Pair c turns as pair ``pairs[c]`` of ``source`` does, which may be repeated; made by :func:`select`.
+    """A rope whose pair ``c`` rotates like pair ``pairs[c]`` of ``source``; made by :func:`select`.
 
-    The rotary keys of several heads side by side need it, and what a concentration leaves of them: no
-    ``theta`` has such frequencies. Its temperature is 1, whatever the source's: who selects puts that into
-    weights or scale.
+    Pairs may repeat. Checkpoint conversion needs such ropes, whose frequencies no ``theta`` gives: for the
+    rotary keys of several heads side by side, and for the pairs that remain after concentrating them.
+    ``amplitude`` and ``latent_scale`` are 1 whatever the source has; the caller of ``select`` folds the
+    source's into weights or scale.
     """
 
     source: Rope
     pairs: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Nothing more to check: the source is a rope, and it may have more pairs."""
+        """Skip the checks of Rope: the source is valid, and it may have more pairs."""
 
     @property
     def amplitude(self) -> float:
@@ -34,13 +35,13 @@ class SelectedRope(Rope):
     def inverse_frequencies(
         self, *, length: int | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """As :meth:`attnlib.Rope.inverse_frequencies`."""
+        """Return the source's frequencies of the selected pairs, fp32 ``[dim / 2]``."""
         chosen = torch.tensor(self.pairs, device=device)
         return self.source.inverse_frequencies(length=length, device=device)[chosen]
 
 
 def select(source: Rope, pairs: tuple[int, ...]) -> SelectedRope:
-    """The rope of ``2 * len(pairs)`` channels with these pairs of ``source``, in its layout.
+    """Return a rope of ``2 * len(pairs)`` channels from these pairs of ``source``, in the same layout.
 
     >>> select(Rope(8), (0, 0, 3)).inverse_frequencies()
     tensor([1.0000, 1.0000, 0.0010])

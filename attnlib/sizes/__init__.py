@@ -1,8 +1,8 @@
-"""What attention stores, computes and reads, as plain arithmetic.
+"""Attention sizes: bytes stored, FLOPs computed and bytes read, as plain arithmetic.
 
 ``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and
-``exchange.py`` what ranks send each other; ``models.py`` turns a model into its variants, ``catalogue.py``
-knows public models and chips, and ``report.py`` puts one question to all.
+``exchange.py`` the traffic between ranks in training. ``models.py`` derives the variants of a model,
+``catalogue.py`` lists public models and chips, and ``report.py`` puts all of it into one table.
 """
 
 from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops

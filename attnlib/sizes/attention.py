@@ -1,8 +1,8 @@
-"""The arithmetic of one attention layer: its parameters, its FLOPs, and what a decoding step reads.
+"""Arithmetic of one attention layer: its parameters, its FLOPs, and the bytes read per decoding step.
 
-Parameters are those of the layer alone: no embedding, MLP or block norm. A multiplication with its addition
-is two FLOPs; only matrix products are counted, since norms, rope, softmax and biases are a per cent of them.
-Of a causal prompt only the visible half is counted.
+Parameters are those of the attention layer only, without embedding, MLP or block norm. A multiply-add counts
+as two FLOPs. Only matrix products count, since norms, rope, softmax and biases are about 1 % of them. Of a
+causal prompt only the visible half counts.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +16,12 @@ from ..kv import KVLayout
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
-    """The sizes of a :class:`attnlib.GroupedQueryAttention`: MHA with as many KV heads as heads, MQA with
-    one.
+    """Sizes of a :class:`attnlib.GroupedQueryAttention` layer, MHA and MQA included.
+
+    MHA has as many KV heads as query heads, MQA has one KV head.
 
     Raises:
-        ValueError: a size is below 1, or the KV heads do not divide the heads.
+        ValueError: a size is below 1, or ``num_heads`` is not a multiple of ``num_kv_heads``.
     """
 
     hidden_size: int
@@ -28,7 +29,7 @@ class GroupedShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    bias: bool = False  # of q, k and v
+    bias: bool = False  # on the q, k and v projections
     output_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
@@ -48,7 +49,7 @@ class GroupedShape:
 
     @property
     def weights(self) -> int:
-        """Elements of the projections' matrices: the multiplications of one token's projections."""
+        """Elements of the projection matrices, and so the multiplications per token in the projections."""
         return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
 
     @property
@@ -59,23 +60,24 @@ class GroupedShape:
 
     @property
     def prompt_pair(self) -> int:
-        """Multiplications of one query with one key and its value, over all heads, in a prompt."""
+        """Multiplications per query-key pair of a prompt over all heads, for scores and weighted values."""
         return self.num_heads * 2 * self.head_dim
 
     @property
     def step_pair(self) -> int:
-        """The same in a decoding step."""
+        """Multiplications per query-key pair of a decoding step, the same as in a prompt."""
         return self.prompt_pair
 
     def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
-        """What one token stores."""
+        """Return the layout of this layer's cache: the values stored per token."""
         return KVLayout.grouped(
             self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, store=store
         )
 
     def shard(self, ranks: int) -> "GroupedShape":
-        """One rank of tensor parallelism. KV heads are sharded, or copied where there are more ranks than
-        heads.
+        """Return the shape on one tensor-parallel rank.
+
+        KV heads are sharded too; if there are more ranks than KV heads, several ranks hold a copy of each.
 
         Raises:
             ValueError: the heads cannot be sharded evenly.
@@ -92,10 +94,10 @@ class GroupedShape:
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """The sizes of a :class:`attnlib.MultiHeadLatentAttention`; ``qk_rope_head_dim=0`` is MLA without rope.
+    """Sizes of a :class:`attnlib.MultiHeadLatentAttention` layer; ``qk_rope_head_dim=0`` is MLA without rope.
 
     Raises:
-        ValueError: a size is below 1 (``qk_rope_head_dim``: 0).
+        ValueError: a size is below 1, or ``qk_rope_head_dim`` is below 0.
     """
 
     hidden_size: int
@@ -108,16 +110,8 @@ class LatentShape:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        names = (
-            "hidden_size",
-            "num_heads",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "v_head_dim",
-            "window",
-        )
-        _check(self, *names)
+        _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window")
+        _check(self, "qk_nope_head_dim", "v_head_dim")
         _check(self, "qk_rope_head_dim", least=0)
 
     @property
@@ -126,11 +120,10 @@ class LatentShape:
 
     @property
     def weights(self) -> int:
-        """Elements of the projections' matrices: the multiplications of one token's projections in either
-        form.
+        """Elements of the projection matrices, and so the multiplications per token in the projections.
 
-        Absorbing takes the up-projections of keys and values to the query and the output: as many
-        multiplications.
+        The absorbed form needs as many multiplications as the expanded form: it applies the up-projections of
+        keys and values to the query and the output instead.
         """
         q_width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank = self.q_lora_rank
@@ -141,29 +134,32 @@ class LatentShape:
 
     @property
     def parameters(self) -> int:
-        norms = self.kv_lora_rank + (self.q_lora_rank or 0)
-        return self.weights + norms
+        return self.weights + self.kv_lora_rank + (self.q_lora_rank or 0)  # with the weights of the norms
 
     @property
     def prompt_pair(self) -> int:
-        """Multiplications of one query with one key and its value, over all heads, in the prompt's cheaper
-        form.
+        """Multiplications per query-key pair of a prompt over all heads, in the cheaper form.
+
+        The forms are expanded (full keys and values for each head) and absorbed (latents as keys and values).
         """
         expanded = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
         return min(expanded, self.step_pair)
 
     @property
     def step_pair(self) -> int:
-        """The same in a decoding step, which is absorbed: latents are both keys and values."""
+        """Multiplications per query-key pair of a decoding step, in the absorbed form.
+
+        The latents serve as both keys and values.
+        """
         return self.num_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
 
     def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
-        """What one token stores."""
+        """Return the layout of this layer's cache: the values stored per token."""
         options = {"window": self.window, "dtype": dtype, "store": store}
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, **options)
 
     def shard(self, ranks: int) -> "LatentShape":
-        """One rank of tensor parallelism: a share of the heads, and all of the latent.
+        """Return the shape on one tensor-parallel rank: a share of the heads, and the whole latent.
 
         Raises:
             ValueError: the heads cannot be sharded evenly.
@@ -177,7 +173,7 @@ Shape = GroupedShape | LatentShape
 
 @kind
 def prefill_flops(shape: Shape, length: int) -> int:
-    """FLOPs of a causal prompt of ``length`` tokens in one layer.
+    """Return the FLOPs of one layer for a causal prompt of ``length`` tokens.
 
     >>> prefill_flops(GroupedShape(hidden_size=64, num_heads=4, num_kv_heads=1, head_dim=16), 3)
     62976
@@ -187,10 +183,10 @@ def prefill_flops(shape: Shape, length: int) -> int:
 
 @kind
 def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
-    """FLOPs of one token in one layer, as the last of ``context`` tokens.
+    """Return the FLOPs of one layer for one token, the last of ``context`` tokens.
 
-    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them, for the queries of
-    ``shape``.
+    If ``ranks`` share the tokens of a cache, the FLOPs are those of the rank with most tokens, for the
+    queries of ``shape``.
     """
     return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
@@ -205,24 +201,24 @@ def decode_bytes(
     store: torch.dtype | None = None,
     ranks: int = 1,
 ) -> int:
-    """Bytes that a step of ``batch`` tokens reads in one layer: the weights once, and each sequence's visible
-    keys.
+    """Return the bytes that one layer reads in a decoding step of ``batch`` tokens.
 
-    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them.
+    A step reads the weights once, and the visible keys and values of each sequence. If ``ranks`` share the
+    tokens of a cache, the bytes are those of the rank with most tokens.
     """
     cached = batch * _seen(context, shape.window, ranks) * shape.layout(dtype=dtype, store=store).token_bytes
     return shape.parameters * dtype.itemsize + cached
 
 
 def _seen(context: int, window: int | None, ranks: int = 1) -> int:
-    """Keys that the last query sees, of those on one rank; a window is whole on each."""
+    """Return how many keys on one rank the last query sees; every rank holds a window as a whole."""
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return -(-context // ranks) if window is None else min(context, window)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Query-key pairs of a causal prompt: 1 + 2 + ... up to the window, and a whole window from then on."""
+    """Return the query-key pairs of a causal prompt: 1 + 2 + ... up to the window, then the window."""
     rising = _seen(length, window)
     return rising * (rising + 1) // 2 + (length - rising) * rising
 

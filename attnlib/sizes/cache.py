@@ -1,5 +1,6 @@
-"""Cache bytes, equal to what the real cache allocates, and what fits into a memory."""
+"""Cache arithmetic: the bytes that the real cache allocates, and what fits into a memory budget."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from ..internal.signatures import kind
@@ -10,13 +11,14 @@ from ..kv import KVLayout
 def cache_bytes(
     layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0, ranks: int = 1
 ) -> int:
-    """Bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
+    """Return the bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
 
-    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see,
-    and those of its first ``keep_first`` tokens. A contiguous cache is the case ``page_size=max_length``.
-    Sequences that share pages take less. Of a cache that ``ranks`` share these are the bytes of each rank, on
-    which a page has room for ``page_size`` tokens: layers without a window deal their tokens out, and those
-    with one are whole on every rank.
+    A windowed layout keeps only the pages that its next query can see, or a query ``rollback`` tokens
+    earlier, and the pages of its first ``keep_first`` tokens. A contiguous cache is the case
+    ``page_size=max_length``. Sequences that share pages take less.
+
+    If ``ranks`` share a cache, these are the bytes of each rank, where a page has space for ``page_size``
+    tokens. Layers without a window are sharded by token; windowed layers are whole on every rank.
 
     >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
     1179648
@@ -38,10 +40,10 @@ def cache_bytes(
 def largest_batch(
     layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int, ranks: int = 1
 ) -> int:
-    """How many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
+    """Return how many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
 
-    A windowed cache is at times a page larger than at the end: a step takes its new page before it drops an
-    old one. Of a cache that ``ranks`` share, the memory is that of each.
+    A growing windowed cache can be one page larger than at the end, since a step takes its new page before it
+    frees an old one. If ``ranks`` share a cache, ``memory`` is that of each rank.
 
     >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
     7
@@ -55,11 +57,10 @@ def largest_batch(
 def longest_context(
     layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int, ranks: int = 1
 ) -> int | None:
-    """The tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages; None: no
-    limit.
+    """Return the tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages.
 
-    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit. Of a cache
-    that ``ranks`` share, the memory is that of each.
+    None means no limit, which is possible only if every layer has a window. This is the inverse of
+    :func:`largest_batch`. If ``ranks`` share a cache, ``memory`` is that of each rank.
 
     >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
     448
@@ -73,22 +74,19 @@ def longest_context(
     windows = [layout.window for layout in layouts]
     first = max((-(-layout.keep_first // page_size) for layout in layouts), default=0)
     if None not in windows and fits(max(windows, default=0) // page_size + 2 + first):
-        return None  # by then every window has moved on by a page, and no cache grows any more
+        return None  # by this length every window has freed a page, and no cache grows any more
     too_many = 1
     while fits(too_many):
         too_many *= 2
-    pages = too_many // 2
-    while too_many - pages > 1:
-        middle = (pages + too_many) // 2
-        pages, too_many = (middle, too_many) if fits(middle) else (pages, middle)
-    return pages * page_size
+    first_too_many = bisect_left(range(too_many), True, lo=1, key=lambda pages: not fits(pages))
+    return (first_too_many - 1) * page_size
 
 
 def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int, ranks: int) -> int:
-    """The most that one sequence takes on its way to ``pages`` pages: inside the step that opens the last of
-    them.
+    """Return the most bytes that one sequence takes while it grows to ``pages`` pages.
 
-    Until that step ends, what the token before could see is kept: as if one token might be rolled back.
+    The peak is in the step that opens the last page: until a step ends, the cache keeps the keys that the
+    previous token could see, as if one token might be rolled back.
     """
     return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1, ranks=ranks)
 

@@ -12,9 +12,9 @@ from .models import Model
 @kind
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A chip's memory in bytes, bandwidth in bytes a second, and dense 16-bit tensor FLOPs a second.
+    """A chip's memory in bytes, bandwidth in bytes per second, and dense 16-bit tensor FLOPs per second.
 
-    A data sheet's GB is taken as 10**9 bytes, which errs on the safe side.
+    A data sheet's GB counts as 10**9 bytes, the smaller reading.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Chip:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte read above which computing takes longer than reading (Williams et al., 2009)."""
+        """FLOPs per byte read above which a kernel is compute-bound (Williams et al., 2009)."""
         return self.flops / self.bandwidth
 
 
@@ -46,23 +46,23 @@ CHIPS = (
 
 @kind
 def chip(name: str) -> Chip:
-    """The chip of that name.
+    """Return the chip of that name.
 
     Raises:
-        ValueError: an unknown name; the message lists those known.
+        ValueError: the name is unknown; the message lists the known names.
     """
     return _named(name, CHIPS, "chip")
 
 
 @kind
 def model(name: str) -> Model:
-    """The public model of that name.
+    """Return the public model of that name.
 
     >>> model("llama-3-8b").kind
     'GQA-8'
 
     Raises:
-        ValueError: an unknown name; the message lists those known.
+        ValueError: the name is unknown; the message lists the known names.
     """
     return _named(name, MODELS, "model")
 
@@ -81,13 +81,13 @@ def _grouped(hidden_size: int, heads: int, kv_heads: int, head_dim: int = 128) -
 
 
 def _deepseek(hidden_size: int, heads: int, q_lora_rank: int | None) -> LatentShape:
-    """All DeepSeek models store 512 + 64 values a token, and have heads of 128."""
+    """Return a DeepSeek layer: every model stores 512 + 64 values per token, and has heads of 128."""
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     return LatentShape(hidden_size=hidden_size, num_heads=heads, q_lora_rank=q_lora_rank, **sizes)
 
 
 def _mixed(count: int, shape: Shape, window: int, *, every: int) -> tuple[Shape, ...]:
-    """Windowed layers, but for each ``every``-th, which sees everything."""
+    """Return windowed layers, except that each ``every``-th layer has no window."""
     return tuple(shape if (i + 1) % every == 0 else replace(shape, window=window) for i in range(count))
 
 

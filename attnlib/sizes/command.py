@@ -1,4 +1,4 @@
-"""``python -m attnlib sizes``: its options, and what it does with them."""
+"""Command ``python -m attnlib sizes``: its options, and the code that runs it."""
 
 import argparse
 import math
@@ -16,23 +16,27 @@ from .report import Setting, human, rows, table
 DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
 STORES = (("none", None), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
 EPILOG = """\
-The first variant is the model as it is; the others keep its widths, heads and windows. docs/sizes.md has the formulas.
+The first variant is the model itself; the others keep its widths, heads and windows.
+The formulas are in docs/sizes.md.
 
   python -m attnlib sizes --model llama-2-7b
-  python -m attnlib sizes --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --layers 32 --chip h100 --store fp8
+  python -m attnlib sizes --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --layers 32 \\
+    --chip h100 --store fp8
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "Cache, parameters, FLOPs and traffic of attention, and what fits into a memory."
+    parser.description = (
+        "Cache size, parameters, FLOPs and memory traffic of attention, and the limits of a memory."
+    )
     parser.epilog = EPILOG
     parser.add_argument(
         "--list", action="store_true", help="list the known models and chips, with their sources"
     )
-    shape = parser.add_argument_group("the model: a known one, or any shape")
-    shape.add_argument("--model", metavar="NAME", help="a known model")
+    shape = parser.add_argument_group("model: a known name, or any shape")
+    shape.add_argument("--model", metavar="NAME", help="name of a known model")
     shape.add_argument("--hidden-size", type=int, metavar="N")
     shape.add_argument("--num-heads", type=int, metavar="N")
     shape.add_argument("--num-kv-heads", type=int, metavar="N", help="default: as many as heads")
@@ -42,42 +46,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window", type=int, metavar="N", help="tokens that every layer sees, the query's own included"
     )
     shape.add_argument(
-        "--kv-lora-rank", type=int, metavar="N", help="latent of the MLA variants (default: own or 512)"
+        "--kv-lora-rank",
+        type=int,
+        metavar="N",
+        help="latent rank of MLA variants (default: the model's, or 512)",
     )
     shape.add_argument(
-        "--qk-rope-head-dim", type=int, metavar="N", help="their rotary key (default: own or 64)"
+        "--qk-rope-head-dim",
+        type=int,
+        metavar="N",
+        help="rotary key of MLA variants (default: the model's, or 64)",
     )
-    serving = parser.add_argument_group("how it is served")
+    serving = parser.add_argument_group("serving")
     serving.add_argument(
-        "--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens a sequence"
-    )
-    serving.add_argument("--batch", type=_sizes, default=Setting().batches, metavar="N,N", help="sequences")
-    serving.add_argument(
-        "--dtype", choices=dict(DTYPES), default="bf16", help="of weights and cache (default: bf16)"
-    )
-    serving.add_argument(
-        "--store", choices=dict(STORES), default="none", help="one byte a cached value, plus scales"
+        "--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens per sequence"
     )
     serving.add_argument(
-        "--page-size", type=int, default=Setting().page_size, metavar="N", help="tokens (default: 64)"
+        "--batch", type=_sizes, default=Setting().batches, metavar="N,N", help="sequences per batch"
+    )
+    serving.add_argument(
+        "--dtype", choices=dict(DTYPES), default="bf16", help="dtype of weights and cache (default: bf16)"
+    )
+    serving.add_argument(
+        "--store", choices=dict(STORES), default="none", help="store one byte per cached value, plus scales"
+    )
+    serving.add_argument(
+        "--page-size",
+        type=int,
+        default=Setting().page_size,
+        metavar="N",
+        help="tokens per page (default: 64)",
     )
     serving.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads"
     )
-    shared = "ranks that share the tokens of each cache, and of each sequence in training"
-    serving.add_argument("--context-parallel", type=int, default=1, metavar="N", help=shared)
-    serving.add_argument("--chip", default=Setting().chip.name, metavar="NAME", help="default: h200")
-    serving.add_argument("--memory", type=_gib, metavar="GIB", help="of one rank (default: the chip's)")
     serving.add_argument(
-        "--weights", type=_gib, default=0, metavar="GIB", help="of one rank, taken off the memory"
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the tokens of each cache, and of each sequence in training",
     )
-    files = parser.add_argument_group("files to write besides the table")
-    files.add_argument("--csv", type=Path, metavar="FILE")
-    files.add_argument("--png", type=Path, metavar="FILE", help="cache against context, at the largest batch")
+    serving.add_argument(
+        "--chip", default=Setting().chip.name, metavar="NAME", help="name of a known chip (default: h200)"
+    )
+    serving.add_argument(
+        "--memory", type=_gib, metavar="GIB", help="memory of one rank (default: the chip's)"
+    )
+    serving.add_argument(
+        "--weights",
+        type=_gib,
+        default=0,
+        metavar="GIB",
+        help="weights of one rank, subtracted from the memory",
+    )
+    files = parser.add_argument_group("output files, in addition to the table")
+    files.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
+    files.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot of cache size against context, at the largest batch"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and write the files; returns the exit code, 2 for what cannot be answered."""
+    """Print the table and write the files; return 0, or 2 after printing an error."""
     if arguments.list:
         print(listing())
         return 0
@@ -101,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def listing() -> str:
-    """The known models and chips, one a line, with their sources."""
+    """Return the known models and chips with their sources, one per line."""
     lines = [
         f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  {known.source}" for known in MODELS
     ]
@@ -158,7 +189,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """``4096,32768`` as numbers, each once and in this order."""
+    """Parse ``4096,32768`` into numbers, in this order and without duplicates."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -166,7 +197,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _gib(text: str) -> int:
-    """``1.5`` GiB as bytes."""
+    """Convert a number of GiB, such as ``1.5``, to bytes."""
     try:
         size = float(text)
     except ValueError:

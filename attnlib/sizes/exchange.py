@@ -1,4 +1,4 @@
-"""What ranks that share a sequence receive from each other in training, and what they keep of it."""
+"""Traffic of context parallelism in training: bytes that a rank receives and keeps per layer."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,9 @@ FORMS = ("ring", "gather", "heads")
 
 @leading_to("exchange_bytes(shape, tokens) makes it")
 class Exchange(NamedTuple):
-    """Bytes of one rank in one layer: received in the forward and in the backward; keys and values kept for
-    the latter.
+    """Bytes of one rank in one layer: received forward, received backward, and kept for the backward.
 
-    Where a rank keeps latents, it makes keys and values of them again.
+    ``kept`` counts keys and values. A rank that keeps latents computes keys and values from them again.
     """
 
     forward: int
@@ -25,11 +24,11 @@ class Exchange(NamedTuple):
 
 @kind
 def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: torch.dtype) -> Exchange:
-    """What attention to a sequence of so many ``tokens``, which ``ranks`` share, sends to one of them in one
-    layer.
+    """Return the bytes that one rank receives and keeps in one layer of context-parallel training.
 
-    ``form`` is that of :class:`attnlib.parallel.ContextParallel`. Layers of latents send these in a ring and
-    a gather. A layer that checkpointing runs again receives its forward's bytes twice.
+    ``ranks`` share a sequence of ``tokens`` tokens. ``form`` is that of
+    :class:`attnlib.parallel.ContextParallel`; in a ring and a gather, latent layers send latents. A layer
+    that activation checkpointing runs again receives its forward bytes twice.
 
     >>> from attnlib.sizes import GroupedShape
     >>> shape = GroupedShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -37,7 +36,7 @@ def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: t
     Exchange(forward=469762048, backward=469762048, kept=536870912)
 
     Raises:
-        ValueError: an unknown form, no token or rank, or heads that the ranks cannot share.
+        ValueError: the form is unknown, a count is below 1, or the ranks cannot share the heads.
     """
     if form not in FORMS:
         raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
@@ -55,23 +54,20 @@ def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: t
     received = here * sent * others
     if form == "gather":
         return Exchange(received, received, here * ranks * pair)
-    wide = (
-        max(4, dtype.itemsize) // dtype.itemsize
-    )  # gradients on their way, but for the first rank's and when whole
-    gradients = here * sent * (2 + (ranks - 2) * wide) if others else 0  # around, and home
+    # Gradients travel around the ring and home, in fp32 or wider on all hops but the first and the last.
+    wide = max(4, dtype.itemsize) // dtype.itemsize
+    gradients = here * sent * (2 + (ranks - 2) * wide) if others else 0
     return Exchange(received, received + gradients, here * sent)
 
 
 def shares_heads(shape: Shape, ranks: int) -> bool:
-    """Whether so many ranks can share the heads evenly."""
+    """True if ``ranks`` ranks can share the heads evenly."""
     kv_heads = shape.num_heads if isinstance(shape, LatentShape) else shape.num_kv_heads
     return shape.num_heads % ranks == 0 and kv_heads % ranks == 0
 
 
 def _widths(shape: Shape) -> tuple[int, int, int, int]:
-    """Values of a token: what a ring sends, and its queries, its keys and values, and its output, of all
-    heads.
-    """
+    """Return the values per token over all heads: sent in a ring, query, key and value, and output."""
     heads = shape.num_heads
     if isinstance(shape, LatentShape):
         key = shape.qk_nope_head_dim + shape.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""Rows as a CSV file, and a picture of how caches grow."""
+"""Report files: rows as CSV, and a plot of cache size against context."""
 
 import csv
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .report import Row, Setting, human, short
 
 
 def write_csv(answers: Sequence[Row], path: Path) -> None:
-    """Write one line for each row, under the names of its fields; an unlimited context is left empty.
+    """Write one CSV line per row, below the field names; an unlimited context is an empty cell.
 
     Raises:
         OSError: the file cannot be written.
@@ -26,9 +26,10 @@ def write_csv(answers: Sequence[Row], path: Path) -> None:
 
 
 def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
-    """Write a PNG of cache bytes against context, a line for each model, at the largest batch of the setting.
+    """Write a PNG plot of cache bytes against context, one line per model.
 
-    A dashed line is the memory of the setting's chip that the cache may take. Ticks are powers of two.
+    The batch is the largest one of the setting. A dashed line marks the memory that the cache may take. Both
+    axes are logarithmic, with ticks at powers of two.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""A model as the shapes of its attention layers, and the same model with other kinds of attention."""
+"""Models as the shapes of their attention layers, and variants of a model with other kinds of attention."""
 
 from dataclasses import dataclass, replace
 
@@ -12,10 +12,10 @@ from .attention import GroupedShape, LatentShape, Shape
 @kind
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The attention layers of a model, in order; ``source`` says where their shape was published.
+    """The attention layers of a model, in order; ``source`` names the publication of their shapes.
 
     Raises:
-        ValueError: there is no layer.
+        ValueError: ``layers`` is empty.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The kind of its first layer, such as GQA-8."""
+        """The kind of the first layer, such as GQA-8."""
         return self.layers[0].kind
 
     @property
@@ -37,15 +37,15 @@ class Model:
         return sum(shape.parameters for shape in self.layers)
 
     def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
-        """What each layer stores per token: the argument of a KVCache."""
+        """Return the cache layout of each layer, the argument of a KVCache."""
         return [shape.layout(dtype=dtype, store=store) for shape in self.layers]
 
     def shard(self, ranks: int) -> "Model":
-        """One of ``ranks`` ranks of tensor parallelism."""
+        """Return the model on one of ``ranks`` tensor-parallel ranks."""
         return replace(self, layers=tuple(shape.shard(ranks) for shape in self.layers))
 
     def with_window(self, window: int) -> "Model":
-        """The same model with this window in every layer."""
+        """Return the same model with this window in every layer."""
         return replace(self, layers=tuple(replace(shape, window=window) for shape in self.layers))
 
 
@@ -53,10 +53,12 @@ class Model:
 def variants(
     model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None
 ) -> list[Model]:
-    """The model as it is, then as MHA, GQA with 8 KV heads, MQA, and MLA with and without a rotary key.
+    """Return the model itself, then its MHA, GQA-8, MQA and MLA variants, MLA with and without a rotary key.
 
-    Widths, heads and windows stay. A head of a converted latent is as wide as its values; a converted MLA has
-    the model's own latent sizes if there are any, else 512 + 64 as in DeepSeek-V2 and a full-rank query.
+    GQA-8 has 8 KV heads, and is left out if they do not divide the heads. Widths, head counts and windows
+    stay the same. An MLA model that becomes grouped attention takes the width of its values as head
+    dimension. A model that becomes MLA has a full-rank query and a latent of 512 + 64 channels, as in
+    DeepSeek-V2; a model that is already MLA keeps its own latent sizes.
 
     >>> [variant.kind for variant in variants(Model("toy", (GroupedShape(
     ...     hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=4),)))]

@@ -1,6 +1,4 @@
-"""The sizes of a model's variants at some contexts and batches: as rows of numbers, and as a table to
-read.
-"""
+"""Report of a model's attention sizes at several contexts and batches, as rows of numbers or as text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +20,15 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the
-    chip's.
+    """Serving setup of a report.
 
-    ``ranks`` share the heads. ``context_ranks`` share the tokens of each cache, and of each sequence in
-    training: among the former those with the same KV heads, and others where these do not suffice.
+    ``memory`` is the number of bytes that the cache of one rank may take; None means the chip's whole memory.
+    ``ranks`` tensor-parallel ranks share the heads. ``context_ranks`` ranks share the tokens of each cache,
+    and of each sequence in training: first the tensor-parallel ranks that hold the same KV heads, then
+    additional ranks.
 
     Raises:
-        ValueError: a size is below 1, or there is no memory left.
+        ValueError: a size is below 1, or ``memory`` is negative.
     """
 
     contexts: tuple[int, ...] = (4_096, 32_768, 131_072)
@@ -55,32 +54,35 @@ class Setting:
             raise ValueError(f"context_ranks: expected at least 1, got {self.context_ranks}")
         if self.memory is not None and self.memory < 0:
             raise ValueError(
-                f"memory: the weights take {human(-self.memory)} more than there is; use more ranks"
+                f"memory: the weights take {human(-self.memory)} more than one rank has; use more ranks"
             )
 
     @property
     def budget(self) -> int:
-        """Bytes that one rank's cache may take."""
+        """Bytes that the cache of one rank may take."""
         return self.chip.memory if self.memory is None else self.memory
 
     def sharing(self, model: Model) -> int:
-        """How many of the ranks that share the tokens of a cache also share the heads of a model."""
+        """Return how many of the ranks that share the tokens of a cache also share the model's heads."""
         return gcd(self.context_ranks, *(_copies(shape, self.ranks) for shape in model.layers))
 
 
 @leading_to("rows(models, setting) makes them")
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant at one context and batch; every number but ``total_token_bytes`` is one rank's.
+    """One variant at one context and batch; all numbers are per rank, except ``total_token_bytes``.
 
-    ``token_bytes`` is what a token takes where it is stored, while every window reaches it.
-    ``total_token_bytes`` is what it takes on all ranks together. Where ranks share the tokens of a cache,
-    numbers are of the rank with most of them. ``prefill_flops`` are of one sequence, ``decode_flops`` and
-    ``decode_bytes`` of a step of the whole batch. ``bound`` is what limits that step on the chip, "memory" or
-    "compute", and empty where the chip's 16-bit FLOPs say nothing. ``longest_context`` at this batch is None
-    without a limit. ``ring_bytes``, ``gather_bytes`` and ``heads_bytes`` are what a rank receives in training
-    on one sequence, forward and backward, in each form of context parallelism; None where ranks cannot share
-    the heads.
+    If ranks share the tokens of a cache, the numbers are those of the rank with most tokens.
+
+    Attributes:
+        token_bytes: bytes of one token on a rank that stores it, while every window reaches the token.
+        total_token_bytes: bytes of one token on all ranks together.
+        prefill_flops: FLOPs of the prompt of one sequence.
+        decode_flops, decode_bytes: FLOPs and bytes read of a decoding step of the whole batch.
+        bound: the limit of that step on the chip, "memory" or "compute"; empty unless the dtype has 16 bits.
+        longest_context: the longest context at this batch; None means no limit.
+        ring_bytes, gather_bytes, heads_bytes: bytes that a rank receives in training on one sequence, forward
+            and backward, in each form of context parallelism; None if ranks cannot share the heads.
     """
 
     variant: str
@@ -108,7 +110,7 @@ class Row:
 
 @kind
 def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
-    """A row for each model, context and batch.
+    """Return one row for each model, context and batch.
 
     >>> from attnlib.sizes import model
     >>> [row] = rows([model("llama-2-7b")], Setting(contexts=(4096,), batches=(1,)))
@@ -153,7 +155,7 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
 
 
 def _copies(shape: Shape, ranks: int) -> int:
-    """How many of the ranks that share the heads store the same of a token."""
+    """Return how many of the ranks that share the heads store the same values of a token."""
     return (
         ranks
         if isinstance(shape, LatentShape)
@@ -162,16 +164,19 @@ def _copies(shape: Shape, ranks: int) -> int:
 
 
 def _step_flops(shape: Shape, context: int, setting: Setting, sharing: int) -> int:
-    """FLOPs of one token: a rank computes with its keys for those of other heads too that share them with
-    it.
+    """Return the FLOPs of one token on one rank.
+
+    A rank also computes with its keys for the query heads of the ``sharing`` ranks that share them, unless
+    the layer has a window.
     """
     own, projections = decode_flops(shape, context, ranks=setting.context_ranks), 2 * shape.weights
     return own if shape.window is not None else projections + sharing * (own - projections)
 
 
 def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -> int:
-    """Bytes of a token on all ranks together: on one of those that share a cache, and in windows on each of
-    them.
+    """Return the bytes that store one token on all ranks together.
+
+    One of the ranks that share a cache stores the token; in windowed layers each of them does.
     """
     ranks = setting.ranks * setting.context_ranks // setting.sharing(model)
     apart = (ranks // setting.context_ranks if layout.window is None else ranks for layout in layouts)
@@ -180,7 +185,7 @@ def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -
 
 @kind
 def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
-    """The rows as text: variants down, contexts and batches across."""
+    """Return the rows as text: variants down, contexts and batches across."""
     by_place = {(row.variant, row.context, row.batch): row for row in answers}
     names = list(dict.fromkeys(row.variant for row in answers))
     places = [(context, batch) for context in setting.contexts for batch in setting.batches]
@@ -196,26 +201,33 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
         _head(model, setting),
         _section(
             "attention in all layers",
-            [_summary_head(setting), *(_summary(own, setting) for own in by_name.values())],
+            [
+                ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting),
+                *(_summary(own, setting) for own in by_name.values()),
+            ],
         ),
-        grid("cache of context x batch", lambda row: human(row.cache_bytes)),
-        grid("a decoding step reads", lambda row: human(row.decode_bytes)),
-        grid("what bounds a decoding step, and its FLOPs per byte read", _verdict),
-        _section("TFLOP of a prompt, and GFLOP of a token decoded at that context", _flops(by_name, setting)),
+        grid("cache size, context x batch", lambda row: human(row.cache_bytes)),
+        grid("bytes read in a decoding step", lambda row: human(row.decode_bytes)),
+        grid("bound of a decoding step, and its FLOPs per byte read", _verdict),
+        _section("TFLOP per prompt, and GFLOP per token decoded at that context", _flops(by_name, setting)),
         _section(
-            "what fits into the memory: the longest context at a batch, the largest batch at a context",
+            "limits of the memory: the longest context at a batch, the largest batch at a context",
             _limits(by_name, setting),
         ),
     )
     if setting.context_ranks > 1:
-        title = "training: what a rank receives of a sequence, forward and backward, in each form of context parallelism"
+        title = (
+            "training: bytes a rank receives per sequence, forward and backward, in each form of context "
+            "parallelism"
+        )
         sections += (_section(title, _exchanges(by_name, setting)),)
     return "\n\n".join(sections)
 
 
 def _received(rank: Model, context: int, setting: Setting, form: str) -> int | None:
-    """Bytes that a rank receives in training on one sequence in all layers; None: it cannot share the
-    heads.
+    """Return the bytes that a rank receives in training on one sequence, over all layers.
+
+    None means that the ranks cannot share the heads.
     """
     ranks = setting.context_ranks
     if form == "heads" and not all(shares_heads(shape, ranks) for shape in rank.layers):
@@ -226,7 +238,7 @@ def _received(rank: Model, context: int, setting: Setting, form: str) -> int | N
 
 
 def human(size: int) -> str:
-    """Bytes in the largest unit that gives at least 1; whole numbers without decimals.
+    """Format bytes in the largest unit that gives at least 1; whole numbers have no decimals.
 
     >>> human(524288), human(70272), human(-1)
     ('512 KiB', '68.62 KiB', '-1 B')
@@ -246,12 +258,8 @@ def _head(model: Model, setting: Setting) -> str:
         f"{model.kind}{where}{f' ({model.source})' if model.source else ''}\n{stored}, pages of "
         f"{setting.page_size} tokens, {human(setting.budget)} for the cache\n{chip.name}: "
         f"{chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, compute-bound from {chip.ridge:.0f} "
-        "FLOPs a byte"
+        "FLOPs per byte"
     )
-
-
-def _summary_head(setting: Setting) -> list[str]:
-    return ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting)
 
 
 def _has_ranks(setting: Setting) -> bool:
@@ -308,7 +316,7 @@ def _exchanges(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str
 
 
 def short(tokens: int) -> str:
-    """Tokens, in thousands of 1,024 where that comes out even.
+    """Format a token count, in units of 1,024 (K) if it is a multiple of that.
 
     >>> short(4096), short(1600)
     ('4K', '1,600')
@@ -317,11 +325,9 @@ def short(tokens: int) -> str:
 
 
 def _section(title: str, lines: list[list[str]]) -> str:
-    """A title over right-aligned columns, the first one left-aligned."""
+    """Format a title over a table: the first column left-aligned, the others right-aligned."""
     first, *others = ([len(cell) for cell in column] for column in zip(*lines, strict=True))
-    widths = [-max(first), *map(max, others)]
-    return "\n".join([title, *("  ".join(map(_pad, line, widths)) for line in lines)])
-
-
-def _pad(cell: str, width: int) -> str:
-    return cell.ljust(-width) if width < 0 else cell.rjust(width)
+    width, widths = max(first), [*map(max, others)]
+    return "\n".join(
+        [title, *("  ".join((name.ljust(width), *map(str.rjust, cells, widths))) for name, *cells in lines)]
+    )

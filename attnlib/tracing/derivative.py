@@ -1,9 +1,8 @@
-"""The derivative of a score program, in steps: by the score that it is given, and by every number that it
-reads.
+"""Derivative of a score program with respect to its score and to every number that it reads.
 
-It runs through the steps from the last to the first, as torch's autograd does, and follows torch's rules: of
-two equal numbers, ``minimum`` and ``maximum`` give each half, and ``abs`` has none at 0. What ``clamp`` has
-at a bound depends on the version of torch, which is asked.
+The code visits the steps from the last to the first, as torch's autograd does, and follows torch's rules: if
+two numbers are equal, ``minimum`` and ``maximum`` give each half of the gradient, and the gradient of ``abs``
+at 0 is 0. The gradient of ``clamp`` at a bound depends on the torch version, so we ask torch.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ import torch
 from .kinds import FLOAT
 from .program import Operand, Program, Step, Steps, Value
 
-BY_RESULT = "d"  # the input that the derivative by the program's result is
+BY_RESULT = "d"  # name of the input that holds the gradient of the program's result
 
 
 class Read(NamedTuple):
-    """A number that was read: of which tensor, at which indices, and the derivative by it."""
+    """A number that the program reads: its tensor, its indices, and the derivative with respect to it."""
 
     tensor: Value
     indices: tuple[Operand, ...]
@@ -27,9 +26,10 @@ class Read(NamedTuple):
 
 
 class Derivative(NamedTuple):
-    """Steps of the program's inputs and of ``d``, the derivative by its result.
+    """The derivative as steps on the program's inputs and ``d``, the gradient of the program's result.
 
-    ``score`` is the derivative by the score; ``reads`` are those of all floats that the result depends on.
+    ``score`` is the derivative with respect to the score. ``reads`` has one entry for each float that the
+    result depends on.
     """
 
     inputs: tuple[str, ...]
@@ -39,13 +39,13 @@ class Derivative(NamedTuple):
 
     @property
     def needs_score(self) -> bool:
-        """Whether the derivative by the score depends on the score itself."""
+        """True if the derivative with respect to the score depends on the score itself."""
         read = {x for step in needed(self.steps, [self.score]) for x in step.operands}
         return Value("score") in read
 
 
 def derivative(program: Program) -> Derivative:
-    """The derivative of a score program.
+    """Return the derivative of a score program.
 
     >>> doubled = "def score(score, h, t0: float[1]): x0 = load(t0, h); x1 = mul(score, x0); return x1"
     >>> by = derivative(Program(doubled))
@@ -63,7 +63,7 @@ def derivative(program: Program) -> Derivative:
         if step.operation == "load":
             reads.append(Read(step.operands[0], step.operands[1:], by[step.result]))
             continue
-        for x, part in zip(step.operands, _parts(steps, step, by[step.result]), strict=False):
+        for x, part in zip(step.operands, _operand_gradients(steps, step, by[step.result]), strict=False):
             if part is not None and isinstance(x, Value) and steps.kind(x) == FLOAT:
                 by[x] = steps.add("add", by[x], part) if x in by else part
     score = by.get(Value("score"), 0.0)
@@ -72,8 +72,8 @@ def derivative(program: Program) -> Derivative:
     )
 
 
-def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
-    """The derivative by each operand of a step, where there is one; ``d`` is that by its result."""
+def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
+    """Return the gradient of each operand of a step, None if there is none; ``d`` is that of its result."""
     add, result, x = steps.add, step.result, step.operands[0]
     y = step.operands[-1]
     match step.operation:
@@ -93,25 +93,25 @@ def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
                 return (add("mul", d, add("mul", y, add("pow", x, y - 1))), None)
             return None, add("mul", add("mul", d, result), log(x))
         case "minimum":
-            return _chosen(steps, d, x, y, "lt", (0.5, 0.5))
+            return _choice_gradients(steps, d, x, y, "lt", (0.5, 0.5))
         case "maximum":
-            return _chosen(steps, d, x, y, "gt", (0.5, 0.5))
+            return _choice_gradients(steps, d, x, y, "gt", (0.5, 0.5))
         case "clamp_min":
-            return _chosen(
+            return _choice_gradients(
                 steps, d, x, y, "gt", clamped_at_a_tie("clamp_min", by_tensor=isinstance(y, Value))
             )
         case "clamp_max":
-            return _chosen(
+            return _choice_gradients(
                 steps, d, x, y, "lt", clamped_at_a_tie("clamp_max", by_tensor=isinstance(y, Value))
             )
         case "where":
             condition = step.operands[0]
             return None, steps.where(condition, d, 0.0), steps.where(condition, 0.0, d)
-    return (_of_one(steps, step, d),)
+    return (_unary_gradient(steps, step, d),)
 
 
-def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
-    """The derivative of a function of one number; None of casts and of ``floordiv``, which have none."""
+def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
+    """Return the gradient of an operation on one number; None for casts and ``floordiv``, which have none."""
     add, result, x = steps.add, step.result, step.operands[0]
     match step.operation:
         case "neg":
@@ -135,11 +135,12 @@ def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
     return None
 
 
-def _chosen(
+def _choice_gradients(
     steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
 ) -> tuple[Operand, Operand]:
-    """The derivatives by two numbers of which that ``before`` the other is taken; of equal ones each has a
-    share.
+    """Return the gradients of ``x`` and ``y`` if an operation picks the one that is ``before`` the other.
+
+    If both are equal, each gets its share of ``d``.
     """
     equal = steps.add("eq", x, y)
 
@@ -151,26 +152,25 @@ def _chosen(
 
 
 def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
-    """The derivatives of ``torch.clamp_min`` or ``clamp_max`` by a number and by its bound, where these are
-    equal.
+    """Return the gradients of the number and the bound in ``torch.clamp_min`` or ``clamp_max`` at a tie.
 
-    torch is asked, since its versions differ: up to 2.13 the number has all; from 2.14 on it has nothing at a
-    constant bound, and half at one that varies.
+    The result comes from torch, since its versions differ. Up to 2.13, the number gets the whole gradient.
+    From 2.14 on, it gets none at a constant bound, and half at a bound that is a tensor.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x, bound = (torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) for _ in "xy")
         given = getattr(torch, name)(x, bound if by_tensor else 1.0)
-        of_x, of_bound = torch.autograd.grad(given, (x, bound), allow_unused=True)
-    return float(of_x), 0.0 if of_bound is None else float(of_bound)
+        by_number, by_bound = torch.autograd.grad(given, (x, bound), allow_unused=True)
+    return float(by_number), 0.0 if by_bound is None else float(by_bound)
 
 
 def operands_of(reads: Sequence[Read]) -> list[Operand]:
-    """All that is needed to add up what was read: indices and derivatives."""
+    """Return everything that is needed to add up the gradients of reads: indices and derivatives."""
     return [x for known in reads for x in (*known.indices, known.derivative)]
 
 
 def needed(steps: Sequence[Step], results: Sequence[Operand]) -> tuple[Step, ...]:
-    """The steps on which these results depend."""
+    """Return the steps that these results depend on."""
     found, kept = {x for x in results if isinstance(x, Value)}, []
     for step in reversed(steps):
         if step.result in found:

@@ -1,4 +1,4 @@
-"""Programs of indices on torch's tensors: each step is an operation of torch on tensors that broadcast."""
+"""Evaluation of index programs on torch tensors: each step is a torch operation that broadcasts."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from .kinds import BITS, BOOL, DTYPES, FLOAT, wrapped
 from .program import Operand, Program, Step, Value
 
-Brought = Callable[[Operand, str], Tensor]
+Lookup = Callable[[Operand, str], Tensor]
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -36,14 +36,14 @@ def evaluated(
     *,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Evaluate a program on inputs that broadcast, its floats in ``dtype``; differentiable.
+    """Evaluate a program on inputs that broadcast, with floats in ``dtype``; differentiable.
 
     Raises:
-        IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
+        IndexError: an index is outside its tensor, for a pair that ``counted`` marks.
     """
     parsed = program.parsed
-    brought = run(parsed.steps, inputs, tensors, dtype, counted)
-    return brought(parsed.result, BOOL if "score" not in parsed.inputs else FLOAT)
+    lookup = run(parsed.steps, inputs, tensors, dtype, counted)
+    return lookup(parsed.result, BOOL if "score" not in parsed.inputs else FLOAT)
 
 
 def run(
@@ -52,61 +52,60 @@ def run(
     tensors: Sequence[Tensor],
     dtype: torch.dtype,
     counted: Tensor | None = None,
-) -> Brought:
-    """Run steps, and return what gives any operand of them as a tensor of a kind."""
+) -> Lookup:
+    """Run the steps, and return a function that gives any operand as a tensor of the requested kind."""
     device = next(iter(inputs.values())).device
     known = {Value(name): x for name, x in inputs.items()}
     captured = {Value(f"t{n}"): x for n, x in enumerate(tensors)}
 
-    def brought(x: Operand, kind: str) -> Tensor:
+    def lookup(x: Operand, kind: str) -> Tensor:
         of = DTYPES.get(kind, dtype)
         if isinstance(x, Value):
             return known[x].to(of)
         return torch.tensor(wrapped(int(x), kind) if kind in BITS else x, dtype=of, device=device)
 
     for step in steps:
-        known[step.result] = _done(step, captured, brought, counted)
-    return brought
+        known[step.result] = _evaluate(step, captured, lookup, counted)
+    return lookup
 
 
-def index_at(index: Operand, size: int, brought: Brought, kind: str) -> Tensor:
-    """An index along a dimension of so many, clamped to what there is; a constant below 0 counts from the
-    end.
-    """
+def index_at(index: Operand, size: int, lookup: Lookup, kind: str) -> Tensor:
+    """Return an index clamped to a dimension of ``size``; a negative constant counts from the end."""
     if isinstance(index, int) and index < 0:
         index += size
-    return brought(index, kind).clamp(0, size - 1)
+    return lookup(index, kind).clamp(0, size - 1)
 
 
-def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counted: Tensor | None) -> Tensor:
+def _evaluate(step: Step, captured: Mapping[Value, Tensor], lookup: Lookup, counted: Tensor | None) -> Tensor:
     """Evaluate one step."""
     if step.operation == "load":
         x, indices = captured[step.operands[0]], step.operands[1:]
         if counted is not None:
-            _check(step, x, brought, counted)
+            _check(step, x, lookup, counted)
         at = tuple(
-            index_at(index, size, brought, step.takes) for index, size in zip(indices, x.shape, strict=True)
+            index_at(index, size, lookup, step.takes) for index, size in zip(indices, x.shape, strict=True)
         )
         return x[at] if at else x
     if step.operation == "where":
         condition, *choices = step.operands
-        return torch.where(brought(condition, BOOL), *(brought(x, step.takes) for x in choices))
-    if step.operation in BY_NUMBERS:  # whose derivative may be another where a tensor is given
-        numbers = [brought(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
+        return torch.where(lookup(condition, BOOL), *(lookup(x, step.takes) for x in choices))
+    if step.operation in BY_NUMBERS:  # a bound or exponent passed as a tensor may change the derivative
+        numbers = [lookup(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
         return BY_NUMBERS[step.operation](*numbers)
     if step.operation not in OPERATIONS:  # a cast
-        return brought(*step.operands, step.kind)
-    return OPERATIONS[step.operation](*(brought(x, step.takes) for x in step.operands))
+        return lookup(*step.operands, step.kind)
+    return OPERATIONS[step.operation](*(lookup(x, step.takes) for x in step.operands))
 
 
-def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
-    """Raise IndexError for an index outside of the tensor, where a pair counts. Constant ones were checked
-    before.
+def _check(step: Step, x: Tensor, lookup: Lookup, counted: Tensor) -> None:
+    """Raise IndexError for an index outside its tensor, for a pair that counts.
+
+    Constant indices are not checked here, since tracing has checked them.
     """
     for n, (operand, size) in enumerate(zip(step.operands[1:], x.shape, strict=True)):
         if not isinstance(operand, Value):
             continue
-        index = brought(operand, step.takes)
+        index = lookup(operand, step.takes)
         outside = ((index < 0) | (index >= size)) & counted
         if outside.any():
             wrong = int(index.broadcast_to(outside.shape)[outside][0])

@@ -1,8 +1,7 @@
-"""The kinds of numbers in functions of indices, and how they meet: torch's promotion of 0-dimensional
-tensors.
+"""Kinds of numbers in functions of indices, and their promotion: that of torch's 0-dimensional tensors.
 
-A bool or an integer keeps its dtype. All floats are one kind, computed in fp32, and for scores in fp64 if q
-is.
+Bools and integers keep their dtype. All floats are one kind, computed in fp32, or in fp64 for scores if q is
+fp64.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = (
     "int64",
     "float",
 )
-BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of the kinds of integers
+BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of each integer kind
 DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PAIRS = tuple(DTYPES.items())
 BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
 TRANSCENDENTAL = ("exp", "exp2", "log", "tanh", "sigmoid")
-# By operation, how many operands it takes, the kind they are brought to (None: that to which torch promotes
-# them), and the kind of its result (None: theirs).
+# For each operation: the number of operands, the kind to which they are converted (None: torch's promotion),
+# and the kind of the result (None: the kind of the operands).
 OPERATIONS = MappingProxyType(
     {
         **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),
@@ -41,7 +40,7 @@ OPERATIONS = MappingProxyType(
         "logical_not": (1, BOOL, BOOL),
     }
 )
-# Operations of bools alone, by what they are then; torch has no others.
+# The operation to use instead if all operands are bools; torch supports no other operations on bools.
 OF_BOOLS = MappingProxyType(
     {"add": "logical_or", "mul": "logical_and", "minimum": "logical_and", "maximum": "logical_or"}
     | {"clamp_min": "logical_or", "clamp_max": "logical_and"}
@@ -50,7 +49,7 @@ OF_BOOLS = MappingProxyType(
 
 
 def kind_of(dtype: object) -> str | None:
-    """The kind of numbers of a dtype; None for others. (No mapping, which Dynamo may lose sight of.)"""
+    """Return the kind of a dtype, or None. (A loop, since Dynamo may lose track of a mapping.)"""
     for kind, known in _PAIRS:
         if dtype == known:
             return kind
@@ -58,27 +57,27 @@ def kind_of(dtype: object) -> str | None:
 
 
 def limits(kind: str) -> tuple[int, int]:
-    """The least and the greatest integer of a kind, a bool counted as 0 or 1."""
+    """Return the least and the greatest integer of a kind; a bool counts as 0 or 1."""
     if kind in (BOOL, UINT8):
         return 0, 1 if kind == BOOL else 255
     return -(1 << (BITS[kind] - 1)), (1 << (BITS[kind] - 1)) - 1
 
 
 def fits(x: int, kind: str) -> bool:
-    """True if a kind holds an integer, or rounds it to a float."""
+    """True if a kind can hold an integer; the float kind can, with rounding."""
     return kind == FLOAT or limits(kind)[0] <= x <= limits(kind)[1]
 
 
 def wrapped(x: int, kind: str) -> int:
-    """An integer modulo the numbers of a kind of integers, as torch casts it."""
+    """Wrap an integer into the range of an integer kind, as torch's casts do."""
     least = limits(kind)[0]
     return (x - least) % (1 << BITS[kind]) + least
 
 
 def promoted(kinds: Sequence[str], constants: Sequence[bool | int | float]) -> str:
-    """The kind of a result of numbers of these kinds and of Python's constants.
+    """Return the kind of a result of numbers of these kinds and of Python constants.
 
-    As in torch, a constant only decides if it is a float among integers, or a number among bools.
+    As in torch, a constant only matters if it is a float among integers, or a number among bools.
     """
     found = BOOL
     for kind in kinds:

@@ -1,7 +1,8 @@
-"""A function of indices as a program: a list of steps, each an operation on earlier values and constants.
+"""Programs: functions of indices as lists of steps, each an operation on earlier values and constants.
 
-A program is text, in which two functions that do the same are the same, and which an operator can take. Every
-backend reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
+A program is text. Two functions that do the same have the same text, and a custom operator can take a string
+as argument. Every backend reads programs: the torch backend runs the steps on tiles, and the Triton backend
+writes them into its kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +16,17 @@ BRACKETS = "write an index for each dimension in one pair of brackets, as in t[b
 
 
 def constant(function: Callable) -> Callable:
-    """Marks what a compiler is to call once, and take what it gives for a constant.
+    """Mark a function that a compiler should call once, and whose result it should treat as a constant.
 
-    It is what ``torch.compiler.assume_constant_result`` does, without the compiler, whose import takes two
-    seconds.
+    The decorator does the same as ``torch.compiler.assume_constant_result``, but does not import the
+    compiler, which takes two seconds.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 class Value(NamedTuple):
-    """What an input, a captured tensor or an earlier step is called."""
+    """The name of an input, a captured tensor or an earlier step."""
 
     name: str
 
@@ -34,18 +35,19 @@ Operand = Value | bool | int | float
 
 
 class CapturedKind(NamedTuple):
-    """What a program depends on of a tensor: the kind of its elements, and its rank."""
+    """The properties of a captured tensor that a program depends on: its element kind and its rank."""
 
     kind: str
     rank: int
 
 
 class Step(NamedTuple):
-    """An operation on operands, which are brought to the kind that it ``takes``; its result's name and kind.
+    """An operation on operands that are converted to the kind ``takes``; the result has a name and a kind.
 
-    Two have operands of other kinds too. ``load`` takes a tensor and an index for each of its dimensions,
-    which is clamped to what there is; a constant one below 0 counts from the end. ``where`` takes a bool, and
-    what to choose from. Integers wrap around at the limits of their kind, and a divisor of 0 counts as 1.
+    Two operations also have operands of other kinds. ``load`` takes a tensor and an index for each of its
+    dimensions; indices are clamped to the valid range, and a negative constant counts from the end. ``where``
+    takes a bool and two values to choose from. Integers wrap around at the limits of their kind, and a
+    divisor of 0 counts as 1.
     """
 
     result: Value
@@ -56,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a program's text says: its inputs, its tensors, its steps in order, and what it gives."""
+    """A parsed program: its inputs, its captured tensors, its steps in order, and its result."""
 
     inputs: tuple[str, ...]
     captured: tuple[CapturedKind, ...]
@@ -65,8 +67,9 @@ class Parsed(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it
-    says.
+    """A function of indices as one line of text, which compilers may quote in comments.
+
+    ``parsed`` holds the steps.
 
     >>> steps = Steps(INDICES, [CapturedKind("int32", 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
@@ -86,22 +89,22 @@ class Program(NamedTuple):
 
     @property
     def parsed(self) -> Parsed:
-        """What it says, read from its text."""
+        """The program, parsed from its text."""
         return _read(self.text)
 
     @property
     def read(self) -> frozenset[str]:
-        """The names of all that its steps take, inputs among them."""
+        """The names of all operands of the steps, inputs included."""
         return frozenset(x.name for step in self.parsed.steps for x in step.operands if isinstance(x, Value))
 
     @property
     def exponentials(self) -> int:
-        """Count the exponentials, logarithms, powers and hyperbolic tangents per pair; an upper bound."""
+        """The number of exponentials, logarithms, powers and hyperbolic tangents per pair; an upper bound."""
         return sum(step.operation in (*TRANSCENDENTAL, "pow") for step in self.parsed.steps)
 
     @property
     def gathers(self) -> int:
-        """How many numbers it reads anew for each pair of a query and a key."""
+        """The number of loads per query-key pair: those whose indices depend on both query and key."""
         of_pairs = {Value("i"): {"i"}, Value("j"): {"j"}, Value("score"): {"i", "j"}}
         found = 0
         for step in self.parsed.steps:
@@ -112,8 +115,9 @@ class Program(NamedTuple):
 
 
 class Steps:
-    """The steps of a program to be, each of them once; ``add`` and its like give the value that a step
-    makes.
+    """A program under construction, without duplicate steps.
+
+    ``add``, ``where``, ``load`` and ``cast`` return the value that the step computes.
     """
 
     def __init__(self, inputs: Sequence[str], captured: Sequence[CapturedKind]):
@@ -123,10 +127,10 @@ class Steps:
         self._kinds = {Value(name): INT64 if name in INDICES else FLOAT for name in inputs}
 
     def add(self, operation: str, *operands: Operand) -> Operand:
-        """An operation of :data:`OPERATIONS`. A logical one with True or False needs no step.
+        """Add an operation of :data:`OPERATIONS`; a logical operation with True or False needs no step.
 
         Raises:
-            TypeError: torch has no such operation of operands of these kinds.
+            TypeError: torch does not have the operation for operands of these kinds.
         """
         _, takes, kind = OPERATIONS[operation]
         if takes == BOOL:
@@ -152,10 +156,10 @@ class Steps:
         return self._step(operation, operands, takes, kind or takes)
 
     def where(self, condition: Operand, x: Operand, y: Operand) -> Operand:
-        """One of two, by a bool; two bools give a bool.
+        """Add a choice between two values by a bool; two bools give a bool.
 
         Raises:
-            TypeError: the condition is no bool, or a constant is beyond the kind of the other one.
+            TypeError: the condition is not a bool, or a constant does not fit the kind of the other value.
         """
         if self.kind(condition) != BOOL:
             raise TypeError(f"where: expected a bool to choose by, got {self.kind(condition)}")
@@ -164,10 +168,10 @@ class Steps:
         return self._step("where", (condition, x, y), kind, kind)
 
     def load(self, n: int, *indices: Operand) -> Operand:
-        """An element of captured tensor ``n``.
+        """Add a read of one element of captured tensor ``n``.
 
         Raises:
-            TypeError: there is not one int for each dimension.
+            TypeError: there is not exactly one int index for each dimension.
         """
         kind, rank = self.captured[n]
         if len(indices) != rank:
@@ -180,17 +184,20 @@ class Steps:
         return self._step("load", (Value(f"t{n}"), *indices), INT64, kind)
 
     def cast(self, x: Operand, kind: str) -> Operand:
-        """``x`` as of another kind; a float becomes an integer towards zero, and an integer wraps around."""
+        """Convert ``x`` to another kind; floats are truncated towards zero, and integers wrap around."""
         return x if self.kind(x) == kind else self._step(f"to_{kind}", (x,), self.kind(x), kind)
 
     def kind(self, x: Operand) -> str:
-        """The kind of an operand; Python's ints are of int64."""
+        """Return the kind of an operand; Python ints are int64."""
         if isinstance(x, Value):
             return self._kinds[x]
         return BOOL if isinstance(x, bool) else INT64 if isinstance(x, int) else FLOAT
 
     def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
-        """What another program gives, whose captured tensors are those of these numbers here."""
+        """Copy the steps of another program and return its result.
+
+        ``tensors`` holds the number that each of its captured tensors has here.
+        """
         parsed = program.parsed
         here = {Value(name): Value(name) for name in parsed.inputs}
         here |= {Value(f"t{n}"): Value(f"t{at}") for n, at in enumerate(tensors)}
@@ -200,13 +207,13 @@ class Steps:
         return here[parsed.result] if isinstance(parsed.result, Value) else parsed.result
 
     def program(self, name: str, result: Operand) -> Program:
-        """The program that gives ``result``."""
+        """Return the program that returns ``result``."""
         tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
         made = (
-            f"{x.result.name} = {x.operation}({', '.join(map(_spelled, x.operands))})"
+            f"{x.result.name} = {x.operation}({', '.join(map(_written, x.operands))})"
             for x in self._made.values()
         )
-        body = "; ".join((*made, f"return {_spelled(result)}"))
+        body = "; ".join((*made, f"return {_written(result)}"))
         return Program(f"def {name}({', '.join((*self.inputs, *tensors))}): {body}")
 
     def _promoted(self, operands: Sequence[Operand]) -> str:
@@ -216,25 +223,25 @@ class Steps:
         )
 
     def _refuse_wrapped(self, operation: str, operands: Sequence[Operand], kind: str) -> None:
-        """Raise TypeError for a constant that torch refuses, or not, by its version."""
+        """Raise TypeError for a constant out of range, which only some torch versions refuse."""
         for x in operands:
             if isinstance(x, int) and not isinstance(x, bool) and kind != BOOL and not fits(x, kind):
                 raise TypeError(f"{operation}: expected a number of {kind}, got {x}; write .long()")
 
     def _step(self, operation: str, operands: tuple[Operand, ...], takes: str, kind: str) -> Value:
-        key = (operation, *((type(x), x) for x in operands))  # True, 1 and 1.0 are equal
+        key = (operation, *((type(x), x) for x in operands))  # with the type, since True == 1 == 1.0
         if key not in self._made:
             result = Value(f"x{len(self._made)}")
             self._made[key], self._kinds[result] = Step(result, operation, operands, takes, kind), kind
         return self._made[key].result
 
     def parsed(self, result: Operand) -> Parsed:
-        """All of it, as readers take it."""
+        """Return all steps so far as a parsed program with this result."""
         return Parsed(self.inputs, self.captured, tuple(self._made.values()), result)
 
 
 def _read(text: str) -> Parsed:
-    """The steps that a text tells of."""
+    """Parse the text of a program."""
     head, _, body = text.partition("): ")
     *lines, last = body.split("; ")
     inputs, captured = [], []
@@ -261,9 +268,7 @@ def _read(text: str) -> Parsed:
 
 @constant
 def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
-    """The constant indices that a program reads tensors at: the tensor's number, the dimension and the
-    index.
-    """
+    """Return all constant indices in the loads of a program, as (tensor number, dimension, index)."""
     found = []
     for line in text.split("; "):
         _, is_load, read = line.partition(" = load(")
@@ -276,8 +281,9 @@ def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
 def combined(
     operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[CapturedKind]
 ) -> Program:
-    """A logical operation on what masks give; beside each program are the numbers of its tensors among
-    ``captured``.
+    """Combine mask programs by a logical operation.
+
+    Each program comes with the numbers that its tensors have among ``captured``.
     """
     parts = tuple((program.text, tuple(tensors)) for program, tensors in parts)
     return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
@@ -291,11 +297,11 @@ def _combined(operation: str, parts: tuple, captured: tuple) -> str:
 
 
 def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
-    """A logical operation of which an operand is known."""
+    """Simplify a logical operation with a constant operand."""
     if operation == "logical_not":
         return not operands[0]
     known, other = sorted(operands, key=lambda x: not isinstance(x, bool))
-    decides = operation == "logical_or"  # what the known one has to be for the other to make no difference
+    decides = operation == "logical_or"  # the constant that decides the result without the other operand
     return decides if known is decides else other
 
 
@@ -307,5 +313,5 @@ def _operand(text: str) -> Operand:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def _spelled(x: Operand) -> str:
+def _written(x: Operand) -> str:
     return x.name if isinstance(x, Value) else repr(x)

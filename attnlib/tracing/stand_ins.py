@@ -1,4 +1,4 @@
-"""The stand-ins with which a function of indices is called once, and the errors of what they cannot do."""
+"""Stand-ins for the arguments of a function of indices, and the errors for unsupported operations."""
 
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -16,29 +16,30 @@ CHOICES = (
     "Python's if, and, or, not, min and max cannot look at an index; use torch.where, & | ~, torch.minimum"
 )
 INDEXED = (
-    "range(), lists, arrays and tensors from around the function cannot take an index; pass a tensor as an "
+    "range(), lists, arrays and tensors from outside the function cannot take an index; pass a tensor as an "
     "argument and index it, or loop over a fixed number"
 )
 TAKEN = "len(), torch.tensor() and lists cannot take an index or a tensor; use it as it is"
 TEXT = "str(), print() and f-strings cannot know an index; leave them out"
-READ = ("item", "tolist", "numpy")  # methods that would give Python the value of a number
+READ = ("item", "tolist", "numpy")  # methods that return the value of a number to Python
 NUMPY = "numpy cannot take an index; use torch's functions, and int() or float() of numpy's numbers"
 
 
 class TraceError(TypeError):
-    """A function of indices does what no kernel could; the message names the operation and the line."""
+    """The error for an operation that no kernel can do; the message names the operation and its line."""
 
 
 class FirstQuery:
-    """In place of a tensor it stands for int64 ``[b]``: the storage index of the first query of each
-    sequence.
+    """The type of ``FIRST_QUERY``, an argument that stands for the first query of each sequence.
+
+    The function sees it as an int64 tensor ``[b]`` of storage indices.
     """
 
     def __repr__(self) -> str:
         return "FIRST_QUERY"
 
     def __reduce__(self) -> str:
-        """The same object where it is copied or pickled."""
+        """Return the name of the global object, so that copies and pickles are that same object."""
         return "FIRST_QUERY"
 
 
@@ -49,7 +50,7 @@ Refusal = Callable[..., NoReturn]
 
 
 class Refusing(Protocol):
-    """The part of a tracer that stand-ins use."""
+    """The interface of a tracer that stand-ins use."""
 
     def refuse(self, why: str) -> NoReturn: ...
     def create_proxy(
@@ -58,7 +59,7 @@ class Refusing(Protocol):
 
 
 def _refusing(why: str) -> Refusal:
-    """A method of a stand-in that raises TraceError."""
+    """Return a method of a stand-in that raises TraceError."""
 
     def refuse(self: "Known", *_: object, **__: object) -> NoReturn:
         self.tracer.refuse(why)
@@ -67,7 +68,7 @@ def _refusing(why: str) -> Refusal:
 
 
 class Known(Proxy):
-    """A stand-in for what a step, an input or a tensor is known as; it says which line asks for more."""
+    """A stand-in for the result of a step, an input or a tensor; unsupported uses raise TraceError."""
 
     def __init__(self, operand: object, tracer: Refusing):
         super().__init__(operand, tracer)
@@ -106,7 +107,7 @@ class Known(Proxy):
     def __getattr__(self, name: str) -> Proxy:
         if name.startswith("__array_"):
             self.tracer.refuse(NUMPY)
-        if name.startswith(("__cuda_array_", "__dlpack_")):  # what torch.tensor() asks for
+        if name.startswith(("__cuda_array_", "__dlpack_")):  # torch.tensor() reads these
             self.tracer.refuse(TAKEN)
         if name in READ:
             self.tracer.refuse(
@@ -118,9 +119,10 @@ class Known(Proxy):
 
 
 def line_of(frame: FrameType) -> str | None:
-    """The line that a frame was called from: the innermost one outside of torch and of what traces.
+    """Return the user's line that led to a frame: the innermost one outside torch and the tracer.
 
-    None if there is none within the call of the function, which is then no Python code itself, as ``max`` is.
+    The result is None if the call of the function has no such line; the function is then not Python code
+    (``max``, for example).
     """
     while _is_ours(frame):
         if frame.f_globals["__name__"] == f"{__package__}.trace":
@@ -130,7 +132,7 @@ def line_of(frame: FrameType) -> str | None:
 
 
 def line_of_error(traceback: TracebackType) -> str | None:
-    """The innermost line outside of torch and of what traces that an error came from; None without any."""
+    """Return the innermost line outside torch and the tracer that raised an error; None if there is none."""
     found = None
     while (traceback := traceback.tb_next) is not None:
         if not _is_ours(traceback.tb_frame):

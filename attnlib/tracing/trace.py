@@ -1,13 +1,11 @@
-"""From a function of indices to a program: torch.fx calls it once, with proxies in place of numbers and
-tensors.
-"""
+"""Tracing of a function of indices: torch.fx calls it once, with proxies for numbers and tensors."""
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars, unwrap
 
 from torch import Tensor
 
-from ..internal.checks import is_strided
+from ..internal.checks import came, is_strided
 from .kinds import kind_of
 from .program import INDICES, SCORED, CapturedKind, Program, Steps, Value, constant, constant_indices
 from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
@@ -17,13 +15,14 @@ Kinds = tuple[tuple[str, int] | None, ...]
 
 
 def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]) -> Program:
-    """What ``function`` does: a ``mask`` of ``(b, h, i, j, *tensors)`` to a bool, or a ``score``, which it
-    takes first.
+    """Convert ``function`` into a program.
 
-    Of the tensors it depends on kinds and ranks alone; constant indices are compared with their shapes.
+    A ``mask`` function maps ``(b, h, i, j, *tensors)`` to a bool; a ``score`` function maps
+    ``(score, b, h, i, j, *tensors)`` to a float. The program depends only on the kinds and ranks of the
+    tensors, but constant indices are compared with the tensors' shapes.
 
     Raises:
-        TraceError: it does what no program can say, or does not give what its name asks for.
+        TraceError: the function does something that no program can, or returns a value of the wrong kind.
 
     >>> print(traced("mask", lambda b, h, i, j: (i - j) % 2 == 0, ()))
     def mask(b, h, i, j, first):
@@ -36,39 +35,39 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
         raise TypeError(f"{name}_mod: expected a function of indices, got {type(function).__name__}")
     captured = iter(captured_of(name, tensors))
     kinds = tuple(None if x is FIRST_QUERY else tuple(next(captured)) for x in tensors)
-    program = Program(_text_of(name, function, kinds, None))
+    program = Program(_traced_text(name, function, kinds, None))
     known = [x for x in tensors if x is not FIRST_QUERY]
     for n, dim, at in constant_indices(program.text):
         size = known[n].shape[dim]
-        if not -size <= at < size:  # traced again, to name the line
-            _text_of(name, function, kinds, tuple(tuple(x.shape) for x in known))
+        if not -size <= at < size:  # trace again with the shapes, so that the error names the line
+            _traced_text(name, function, kinds, tuple(tuple(x.shape) for x in known))
     return program
 
 
 @constant
-def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None) -> str:
-    """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is
-    FIRST_QUERY.
-    """
+def _traced_text(
+    name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None
+) -> str:
+    """Return the program text for tensors of these kinds, ranks and shapes; a kind of None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
     tracer = Tracer(name, steps, shapes, _beginning(function))
     numbers = iter(range(len(kinds)))
-    of_tensors = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
-    given = _called(name, function, [*(Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors])
+    captured = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
+    given = _called(name, function, [*(Known(Value(x), tracer) for x in inputs[:-1]), *captured])
     return tracer.program(given).text
 
 
 def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object:
-    """Call the function with stand-ins."""
+    """Call the function with stand-ins, and turn any exception into a TraceError."""
     try:
         return function(*arguments)
     except TraceError:
         raise
-    except Exception as error:  # Python and libraries raise anything for a stand-in
+    except Exception as error:  # Python and libraries may raise any exception for a stand-in
         line, message = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
-        if line is None:  # the function was not entered: it takes other arguments, or is none of Python's
+        if line is None:  # the function was not entered: its arguments differ, or it is no Python code
             inputs = SCORED[:-1] if name == "score" else INDICES[:-1]
             takes = ", ".join((*inputs, *(f"t{n}" for n in range(len(arguments) - len(inputs)))))
             message = message.splitlines()[0].removesuffix(", but expected one of:")
@@ -78,24 +77,23 @@ def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object
 
 
 def _beginning(function: Callable) -> str:
-    """The line on which a function begins; of a callable object its name."""
+    """Return the file and line on which a function begins, or the repr of another callable."""
     code = getattr(unwrap(function), "__code__", None)
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[CapturedKind]:
-    """What a program depends on of these tensors.
+    """Return the kind and rank of each tensor; FIRST_QUERY is left out.
 
     Raises:
-        TypeError: not a strided tensor of a known dtype.
+        TypeError: an argument is not a strided tensor of a known dtype.
     """
     found = []
     for n, x in enumerate(tensors):
         if x is FIRST_QUERY:
             continue
         if not is_strided(x):
-            got = "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {got}")
+            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {came(x)}")
         if (kind := kind_of(x.dtype)) is None:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
         found.append(CapturedKind(kind, x.dim()))
@@ -103,14 +101,17 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
 
 
 def _refuse_enclosed(name: str, function: Callable) -> None:
-    """Raise for a tensor that the function would take from around it: nobody would see it change."""
+    """Raise TraceError if the function uses a tensor from its closure or globals.
+
+    The program could not notice if such a tensor changed.
+    """
     try:
         around = getclosurevars(unwrap(function))
-    except TypeError:  # of a callable object, or a partial one
+    except TypeError:  # a callable object, or a functools.partial
         return
     for variable, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, Tensor):
             raise TraceError(
-                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from around the function; pass "
+                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from outside the function; pass "
                 f"it as an argument, {name}_mod({function.__name__}, {variable})"
             )

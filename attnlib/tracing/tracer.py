@@ -1,4 +1,4 @@
-"""The steps that are added to a program for all that a function of indices does to its stand-ins."""
+"""Tracer: adds a program step for everything that a function of indices does to its stand-ins."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ from .kinds import BOOL, FLOAT, INT8, INT16, INT32, INT64, OPERATIONS, UINT8, fi
 from .program import BRACKETS, Operand, Program, Steps, Value
 from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
 
-# What Python, torch and its tensors call the operations of a program.
-SPELLED = MappingProxyType(
+# The names that Python, torch and its tensors use for the operations of a program.
+OPERATION_NAMES = MappingProxyType(
     {name: name for name in OPERATIONS}
     | {
         "subtract": "sub", "multiply": "mul", "div": "truediv", "divide": "truediv", "true_divide": "truediv",
@@ -30,118 +30,118 @@ CASTS = MappingProxyType(
     {"bool": BOOL, "byte": UINT8, "char": INT8, "short": INT16, "int": INT32, "long": INT64}
     | {"float": FLOAT, "double": FLOAT}
 )
-MORE = frozenset(("pos", "where", "square", "logical_xor"))
-MADE = frozenset(
+OTHER_FUNCTIONS = frozenset(("pos", "where", "square", "logical_xor"))
+TENSOR_MAKERS = frozenset(
     ("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like")))
 )
-MULTIPLIED = 8  # powers up to this one are products
+MULTIPLIED = 8  # powers up to this exponent are computed as products
 
 
 class Tracer(TracerBase):
-    """Adds a step for all that is done to a stand-in.
+    """A torch.fx tracer that adds a program step for every operation on a stand-in.
 
-    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them.
-    ``beginning`` names the function, for errors of no line of it.
+    ``shapes`` are the shapes of the captured tensors, if constant indices are to be compared with them.
+    ``beginning`` names the place of the function, for errors that belong to none of its lines.
     """
 
     def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None, beginning: str):
         super().__init__()
-        self.graph: Graph = Graph()  # which stays empty; proxies ask it how to spell what is called
+        self.graph: Graph = Graph()  # stays empty; proxies only format names with it
         self.name: str = name
         self.steps: Steps = steps
         self.first: Known = Known(FIRST_QUERY, self)
         self.shapes: tuple[tuple[int, ...], ...] | None = shapes
         self._beginning = beginning
         self._has_ended = False
-        self._refused: TraceError | None = None  # the first refusal, which the function may have caught
+        self._refused: TraceError | None = None  # the first error; the function may have caught it
 
     def captured(self, n: int) -> Known:
-        """The stand-in of tensor ``n``; without dimensions it is a number."""
+        """Return the stand-in of tensor ``n``; a tensor without dimensions is a number."""
         return Known(self.steps.load(n) if self.steps.captured[n].rank == 0 else _Tensor(n), self)
 
     def program(self, given: object) -> Program:
-        """The program that gives what the function gave.
+        """Return the program whose result is the value that the function returned.
 
         Raises:
-            TraceError: the function gave no number of its kind, or caught an earlier one and went on.
+            TraceError: the value is not of the right kind, or the function caught an earlier TraceError.
         """
         self._has_ended = True
         if self._refused is not None:
             raise self._refused
         if given is None or isinstance(given, tuple | list | dict):
             self.refuse(
-                f"expected a function that returns a number, got {type(given).__name__}; does it say return?"
+                f"expected a function that returns a number, got {type(given).__name__}; is a return missing?"
             )
         wanted = FLOAT if self.name == "score" else BOOL
         result = self._operand(given)
         kind = self.steps.kind(result)
         if BOOL in (wanted, kind) and wanted != kind:
-            self.refuse(f"expected a function that gives a {wanted}, got one that gives a {kind}")
+            self.refuse(f"expected a function that returns a {wanted}, got one that returns a {kind}")
         return self.steps.program(self.name, result)
 
     def create_proxy(
         self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any
     ) -> Proxy:
-        """Record an operator, a function of torch or a method; torch.fx calls this."""
-        spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if kind == "call_method" and spelled == "where" and len(args) == 3:
+        """Record an operator, a torch function or a method; torch.fx calls this."""
+        called = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if kind == "call_method" and called == "where" and len(args) == 3:
             args = (args[1], args[0], args[2])
         try:
-            return Known(self._step(spelled, args, dict(kwargs)), self)
+            return Known(self._step(called, args, dict(kwargs)), self)
         except TraceError:
             raise
         except TypeError as error:
             self.refuse(str(error))
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise for what the line of the function asks for that runs now."""
+        """Raise TraceError with the line of the function that is running now."""
         line = None if self._has_ended else line_of(sys._getframe(1))
         error = TraceError(f"{self.name}_mod: {line or self._beginning}: {why}")
         self._refused = self._refused or error
         raise error from None
 
-    def _step(self, spelled: str, args: tuple, kwargs: dict) -> Operand:
+    def _step(self, called: str, args: tuple, kwargs: dict) -> Operand:
         steps = self.steps
-        if spelled in ("getitem", "__getitem__"):
+        if called in ("getitem", "__getitem__"):
             return self._load(*args)
-        if spelled == "getattr":
+        if called == "getattr":
             self.refuse(f".{args[1]} cannot be known; a function may use {KNOWN}")
-        if spelled in ("clamp", "clip", "clamp_min", "clamp_max"):
-            return self._clamped(spelled, *args, **kwargs)
-        if spelled in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
-            spelled, kwargs = "floordiv", {}
-        if spelled == "to" and len(args) + len(kwargs) == 2 and (args[1:] or "dtype" in kwargs):
+        if called in ("clamp", "clip", "clamp_min", "clamp_max"):
+            return self._clamped(called, *args, **kwargs)
+        if called in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
+            called, kwargs = "floordiv", {}
+        if called == "to" and len(args) + len(kwargs) == 2 and (args[1:] or "dtype" in kwargs):
             return self._cast(args[0], *args[1:], *kwargs.values())
-        if spelled in ("half", "bfloat16"):
-            self.refuse(f"{spelled}: floats are those of the scores, fp32; leave it out")
-        if spelled in MADE:
+        if called in ("half", "bfloat16"):
+            self.refuse(f"{called}: floats are fp32, as the scores are; leave it out")
+        if called in TENSOR_MAKERS:
             self.refuse(
-                f"{spelled}() makes a tensor; a function computes one number, so use its numbers as they are"
+                f"{called}() makes a tensor; a function computes one number, so use its numbers as they are"
             )
-        if not (spelled in SPELLED or spelled in CASTS or spelled in MORE):
-            self._refuse_unknown(spelled, args, kwargs)
+        if not (called in OPERATION_NAMES or called in CASTS or called in OTHER_FUNCTIONS):
+            self._refuse_unknown(called, args, kwargs)
         operands = [self._operand(x) for x in args]
-        if spelled == "pos" and not kwargs:
+        if called == "pos" and not kwargs:
             return self._positive(*operands)
-        if spelled in CASTS and len(args) == 1:
-            return steps.cast(operands[0], CASTS[spelled])
-        if spelled == "where" and len(args) == 3:
+        if called in CASTS and len(args) == 1:
+            return steps.cast(operands[0], CASTS[called])
+        if called == "where" and len(args) == 3:
             return steps.where(*operands)
-        if spelled.startswith("logical_") and not kwargs:
-            operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as whether it is 0
-            spelled = "ne" if spelled == "logical_xor" else spelled
-        if spelled == "square" and len(args) == 1:
+        if called.startswith("logical_") and not kwargs:
+            operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as True unless it is 0
+            called = "ne" if called == "logical_xor" else called
+        if called == "square" and len(args) == 1:
             return self._power(operands[0], 2)
-        operation = SPELLED.get(spelled)
+        operation = OPERATION_NAMES.get(called)
         if operation is None or kwargs or len(args) != OPERATIONS[operation][0]:
-            self._refuse_unknown(spelled, args, kwargs)
-        if spelled in ("min", "max") and not isinstance(operands[1], Value):
-            self.refuse(f"{spelled} of a tensor and a number is that along a dimension; use clamp")
+            self._refuse_unknown(called, args, kwargs)
+        if called in ("min", "max") and not isinstance(operands[1], Value):
+            self.refuse(f"{called} of a tensor and a number reduces a dimension in torch; use clamp")
         return self._power(*operands) if operation == "pow" else steps.add(operation, *operands)
 
-    def _refuse_unknown(self, spelled: str, args: tuple, kwargs: dict) -> NoReturn:
+    def _refuse_unknown(self, called: str, args: tuple, kwargs: dict) -> NoReturn:
         given = f"{len(args)} argument{'s' * (len(args) != 1)}{' and ' + ', '.join(kwargs) if kwargs else ''}"
-        self.refuse(f"{spelled}() of {given} is not known; a function may use {KNOWN}")
+        self.refuse(f"{called}() of {given} is not known; a function may use {KNOWN}")
 
     def _load(self, x: Proxy, at: object) -> Operand:
         if not isinstance(x, Proxy):
@@ -152,7 +152,7 @@ class Tracer(TracerBase):
         indices = [self._operand(n) for n in at]
         if known is FIRST_QUERY:
             if indices != [Value("b")]:
-                self.refuse("FIRST_QUERY is known of the own sequence alone; index it by b")
+                self.refuse("FIRST_QUERY is only known for the query's own sequence; index it by b")
             return Value("first")
         if not isinstance(known, _Tensor):
             self.refuse(f"a number is indexed; {BRACKETS}")
@@ -168,7 +168,7 @@ class Tracer(TracerBase):
         kind = kind_of(dtype)
         if kind is None or (kind == FLOAT and dtype.itemsize == 2):
             self.refuse(
-                f"to {dtype}: floats are those of the scores, fp32, and integers those of torch; leave it out"
+                f"to {dtype}: floats are fp32, as the scores are, and integers keep their dtype; leave it out"
             )
         return self.steps.cast(self._operand(x), kind)
 
@@ -178,10 +178,10 @@ class Tracer(TracerBase):
         return x
 
     def _clamped(
-        self, spelled: str, x: object, low: object = None, high: object = None, **named: object
+        self, called: str, x: object, low: object = None, high: object = None, **named: object
     ) -> Operand:
         low, high = named.get("min", low), named.get("max", high)
-        if spelled == "clamp_max":
+        if called == "clamp_max":
             low, high = None, low if high is None else high
         result = self._operand(x)
         if not isinstance(result, Value):
@@ -217,7 +217,7 @@ class Tracer(TracerBase):
         return product if n >= 0 else steps.add("truediv", 1.0, product)
 
     def _product(self, x: Operand, n: int) -> Operand:
-        """``x`` ``n`` times with itself; an integer 0 times is 1 of its kind."""
+        """Return ``x ** n`` by repeated squaring; an integer to the power 0 is 1 of its kind."""
         steps = self.steps
         if n == 0:
             return steps.add("add", steps.add("mul", x, 0), 1)
@@ -229,7 +229,7 @@ class Tracer(TracerBase):
 
     def _operand(self, x: object) -> Operand:
         if isinstance(x, Proxy):
-            x = x.node  # of an attribute: what reading it gives
+            x = x.node  # for a proxy of an attribute, this records the access
         if isinstance(x, _Tensor):
             self.refuse(f"tensor {x.number} is used as a whole; index it, as in table[h]")
         if x is FIRST_QUERY:
@@ -244,7 +244,7 @@ class Tracer(TracerBase):
         if isinstance(x, float):
             return float(x)
         if not isinstance(x, int):
-            if hasattr(x, "__float__"):  # of numpy, or a Decimal
+            if hasattr(x, "__float__"):  # a numpy number, or a Decimal
                 self.refuse(f"expected a number of Python's, got {x!r:.60}; write int() or float() of it")
             self.refuse(f"expected a number, got {type(x).__name__}")
         if not fits(x, INT64):
@@ -253,6 +253,6 @@ class Tracer(TracerBase):
 
 
 class _Tensor(NamedTuple):
-    """A captured tensor, which is nothing until it is indexed."""
+    """A captured tensor, which has no value until it is indexed."""
 
     number: int

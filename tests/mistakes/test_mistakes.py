@@ -119,19 +119,19 @@ DOCUMENTS = torch.zeros(2, 6, dtype=torch.int32)
 MISTAKES = {
     # names of other libraries
     "no mask": (lambda: attention(Q, K, K), TypeError, "attention: mask: expected a Mask.*sliding.*got none"),
-    "is_causal": (lambda: call(is_causal=True), TypeError, "is_causal: no such argument; say mask=CAUSAL"),
-    "causal": (lambda: call(causal=True), TypeError, "causal: no such argument; say mask=CAUSAL"),
+    "is_causal": (lambda: call(is_causal=True), TypeError, "is_causal: no such argument; use mask=CAUSAL"),
+    "causal": (lambda: call(causal=True), TypeError, "causal: no such argument; use mask=CAUSAL"),
     "attn_mask": (lambda: call(attn_mask=None), TypeError, "attn_mask: .*mask_tensor.*bias_tensor"),
     "window_size": (lambda: call(window_size=(3, 0)), TypeError, r"window_size: .*mask=sliding\(n\)"),
-    "softmax_scale": (lambda: call(softmax_scale=1.0), TypeError, "softmax_scale: .*say scale="),
-    "dropout": (lambda: call(dropout=0.1), TypeError, "dropout: .*say dropout_p="),
+    "softmax_scale": (lambda: call(softmax_scale=1.0), TypeError, "softmax_scale: .*use scale="),
+    "dropout": (lambda: call(dropout=0.1), TypeError, "dropout: .*use dropout_p="),
     "enable_gqa": (lambda: call(enable_gqa=True), TypeError, "enable_gqa: .*leave it out"),
     "key_padding_mask": (
         lambda: call(key_padding_mask=None),
         TypeError,
         "key_padding_mask: .*key_starts=.*bounds_of",
     ),
-    "score_mod=": (lambda: call(score_mod=None), TypeError, "score_mod: .*say score="),
+    "score_mod=": (lambda: call(score_mod=None), TypeError, "score_mod: .*use score="),
     "return_lse": (lambda: call(return_lse=True), TypeError, "return_lse: .*_with_lse"),
     "need_weights": (lambda: call(need_weights=True), TypeError, "need_weights: .*there are none"),
     "cu_seqlens": (
@@ -153,12 +153,12 @@ MISTAKES = {
     "a layer's n_heads": (
         lambda: layer(n_heads=4),
         TypeError,
-        "GroupedQueryAttention: n_heads: .*say num_heads=",
+        "GroupedQueryAttention: n_heads: .*use num_heads=",
     ),
     "a layer's causal": (
         lambda: layer(is_causal=True),
         TypeError,
-        "is_causal: no such argument; say mask=CAUSAL",
+        "is_causal: no such argument; use mask=CAUSAL",
     ),
     "a layer's mask": (lambda: GroupedQueryAttention(32, 4), TypeError, "mask: expected a Mask.*got none"),
     "MLA without sizes": (
@@ -170,14 +170,14 @@ MISTAKES = {
     "a tensor for a mask": (
         lambda: call(mask=torch.ones(6, 6) > 0),
         TypeError,
-        r"mask: expected a Mask.*got Tensor; a bool one .* is attnlib\.masks\.mask_tensor",
+        r"mask: expected a Mask.*got Tensor; wrap a bool tensor .* in attnlib\.masks\.mask_tensor",
     ),
     "None for a mask": (lambda: call(mask=None), TypeError, "mask: expected a Mask.*got NoneType; mask=FULL"),
     "a word for a mask": (lambda: call(mask="causal"), TypeError, "mask: expected a Mask.*got str"),
     "a function for a mask": (
         lambda: call(mask=lambda b, h, i, j: i >= j),
         TypeError,
-        r"mask: .*got function; .* is attnlib\.mask_mod\(function",
+        r"mask: .*got function; .* in attnlib\.mask_mod\(function",
     ),
     "a tensor for a layer's mask": (
         lambda: layer(mask=torch.ones(6, 6) > 0),

@@ -29,7 +29,7 @@ from attnlib.parallel import (
     unshard,
 )
 from attnlib.parallel.context_parallel import FORMS
-from attnlib.parallel.sharding import dealt, joined, starts_of
+from attnlib.parallel.sharding import joined, sharded, starts_of
 from attnlib.parallel.source import KeyValueSource
 from attnlib.scores import bias_tensor
 
@@ -186,7 +186,7 @@ def test_every_token_is_dealt_once_and_joined_in_order():
     x = torch.arange(48)[:, None]
     for zigzag in (True, False):
         for ranks in (1, 2, 4):
-            parts = dealt(x, ranks, zigzag=zigzag)
+            parts = sharded(x, ranks, zigzag=zigzag)
             assert parts.shape == (ranks, 48 // ranks, 1)
             assert torch.equal(joined(parts, zigzag=zigzag), x)
             for rank, part in enumerate(parts):
@@ -195,7 +195,7 @@ def test_every_token_is_dealt_once_and_joined_in_order():
 
 
 def test_zigzag_gives_every_rank_as_many_pairs_under_a_causal_mask():
-    pairs = dealt(torch.arange(1, 65)[:, None], 4, zigzag=True).sum((1, 2))
+    pairs = sharded(torch.arange(1, 65)[:, None], 4, zigzag=True).sum((1, 2))
     assert len(set(pairs.tolist())) == 1
 
 
@@ -213,7 +213,7 @@ def test_functions_of_the_first_query_are_refused(function):
 @pytest.mark.parametrize(
     ("function", "tokens", "options", "why"),
     [
-        (gather_attention, 8, {"window": 3}, "window: no such argument; say mask=sliding"),
+        (gather_attention, 8, {"window": 3}, "window: no such argument; use mask=sliding"),
         (ring_attention, 8, {"dropout_p": 0.5}, "dropout_seed: expected int64"),
         (head_attention, 8, {}, "q: expected heads that 2 ranks can share, got 3; use another form"),
         (
@@ -235,7 +235,7 @@ def test_refusals_come_before_anything_is_sent(function, tokens, options, why):
 @pytest.mark.parametrize(
     ("q", "k", "why"),
     [
-        ((1, 8, 4, 8), (1, 6, 4, 8), "k: expected 8 tokens here, as q has, got 6; shard both alike"),
+        ((1, 8, 4, 8), (1, 6, 4, 8), "k: expected 8 tokens here, as q has, got 6; shard both the same"),
         ((8, 4, 8), (8, 4, 8), r"q: expected \[b, tokens here, heads, d\], got \(8, 4, 8\)"),
         ((1, 7, 4, 8), (1, 7, 4, 8), "q: expected two equal chunks of tokens, got 7 tokens"),
     ],
@@ -282,7 +282,7 @@ def test_tokens_that_cannot_be_shared_out():
     with pytest.raises(
         ValueError, match=r"x: expected tokens in 8 equal chunks, got 20 tokens; pad the sequence"
     ):
-        dealt(torch.zeros(20), 4, zigzag=True)
+        sharded(torch.zeros(20), 4, zigzag=True)
 
 
 def test_parts_that_nobody_dealt_are_not_joined():

@@ -170,7 +170,7 @@ def test_settings_and_models_that_ask_nothing_are_refused():
         Setting(batches=(1, 0))
     with pytest.raises(ValueError, match="page_size: expected at least 1 token, got 0"):
         Setting(page_size=0)
-    with pytest.raises(ValueError, match="the weights take 2 GiB more than there is"):
+    with pytest.raises(ValueError, match="the weights take 2 GiB more than one rank has"):
         Setting(memory=-(2**31))
     with pytest.raises(ValueError, match="layers: expected at least 1, got none"):
         Model("empty", ())

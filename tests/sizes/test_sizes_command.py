@@ -42,7 +42,7 @@ def test_llama_2_7b_on_a_terminal():
         "MLA 512+64": "36",
         "MLA 512": "32",
     }
-    assert cells(ran.stdout, "cache of")["MHA"][:3] == ["2 GiB", "16 GiB", "128 GiB"]
+    assert cells(ran.stdout, "cache size")["MHA"][:3] == ["2 GiB", "16 GiB", "128 GiB"]
     assert max(map(len, ran.stdout.splitlines())) <= 120
 
 
@@ -59,7 +59,7 @@ def test_the_table_says_what_the_rows_say(capsys):
     text = capsys.readouterr().out
     setting = {"contexts": (1600, 4096), "batches": (3,), "store": float8_e4m3fn, "memory": 2**34}
     expected = rows(variants(model("gpt-oss-20b")), Setting(**setting, chip=CHIPS[1]))
-    reads, bounds, fits = (cells(text, title) for title in ("a decoding step", "what bounds", "what fits"))
+    reads, bounds, fits = (cells(text, title) for title in ("bytes read", "bound", "limits"))
     assert reads["variant"] == ["1,600 x 3", "4K x 3"]
     for small, large in zip(expected[::2], expected[1::2], strict=True):
         assert bounds[small.variant][0].split() == [small.bound, f"{small.intensity:.1f}"]
@@ -94,7 +94,7 @@ def test_a_shape_of_ones_own_on_two_ranks(capsys):
         "MLA 24": [latent, 2 * latent]
     }
     assert {kind: [float(cell) for cell in line] for kind, line in kib.items()} == numbers
-    assert cells(text, "what fits")["GQA-4"][:3] == ["any"] * 3
+    assert cells(text, "limits")["GQA-4"][:3] == ["any"] * 3
 
 
 def test_the_csv_reads_back_as_the_rows(tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_the_list_has_every_name_and_source(capsys):
         (["--model", "gpt-2", "--tensor-parallel", "7"], "ranks: expected a divisor of num_heads=12, got 7"),
         (
             ["--model", "gpt-2", "--memory", "1", "--weights", "3"],
-            "the weights take 2 GiB more than there is",
+            "the weights take 2 GiB more than one rank has",
         ),
         (["--model", "gpt-2", "--csv", "."], "expected a file to write, got a folder"),
         (["--model", "gpt-2", "--csv", "nowhere/sizes.csv"], "No such file or directory"),
