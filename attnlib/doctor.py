@@ -59,7 +59,10 @@ def _devices() -> Iterator[str]:
         yield f"no GPU that torch {torch.__version__} can use; {torch.get_num_threads()} CPU threads"
     for n in range(torch.cuda.device_count()):
         x = torch.cuda.get_device_properties(n)
-        yield f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        yield (
+            f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, "
+            f"CUDA {torch.version.cuda}"
+        )
 
 
 def _warnings(explanations: Iterable[Explanation]) -> Iterator[str]:

@@ -65,7 +65,8 @@ def end() -> None:
     """Leave the other ranks, if they were met."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do
+    # Reference cycles inside torch keep gloo's threads alive; a process that exits before them aborts.
+    gc.collect()
 
 
 def make_model(options: argparse.Namespace, shared: ContextParallel) -> Decoder:
@@ -147,7 +148,10 @@ def describe(options: argparse.Namespace, ranks: int) -> str:
         return told
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     sent = exchange_bytes(shape, options.tokens, ranks=cp, form=options.form, dtype=dtype)
-    return f"{told}; for a sequence a layer receives {human(sent.forward)}, and {human(sent.backward)} in the backward"
+    return (
+        f"{told}; for a sequence a layer receives {human(sent.forward)}, "
+        f"and {human(sent.backward)} in the backward"
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,10 @@ from ..internal.signatures import leading_to
 INSIDE = ("attnlib.", "torch.")
 FIRST_CALL = "the first call"
 UNTRIED = "cannot be tried here"
-REMEDY = "to do: update attnlib, or install versions of torch and Triton that it is tested with (docs/versioning.md)"
+REMEDY = (
+    "to do: update attnlib, or install versions of torch and Triton that it is tested with "
+    "(docs/versioning.md)"
+)
 
 
 class Backend(Protocol):
