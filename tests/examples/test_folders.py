@@ -76,7 +76,10 @@ def test_a_decoder_of_our_own_is_a_llama(tmp_path, tied):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type: expected 'llama', all that a Decoder has, got 'mistral'"),
+        (
+            {"model_type": "mistral"},
+            "model_type: expected 'llama' for a Decoder, got 'mistral'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', .* got 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias: expected False, .* got True"),
         ({"vocab_size": "many"}, "vocab_size: expected a positive int, got 'many'"),
