@@ -29,7 +29,7 @@ IN_BLOCK = {
     "mlp_norm": "post_attention_layernorm",
 }
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
-TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # any one of them is enough
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a folder needs only one of these
 # Keys of a Llama's config.json that a Decoder supports with one value only; a missing key is fine.
 FIXED = {
     "model_type": "llama",
