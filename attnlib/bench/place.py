@@ -98,7 +98,7 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:
-    """Return the mean CPU time until a call returns; so few calls are queued that none waits for the device."""
+    """Return the mean CPU time until a call returns; calls are too few to wait for the device."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
