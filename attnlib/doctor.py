@@ -1,4 +1,4 @@
-"""``python -m attnlib doctor``: versions, devices, which backend runs and why, and whether caches are safe."""
+"""The command ``python -m attnlib doctor``: versions, devices, the backend that runs, and cache safety."""
 
 import argparse
 import getpass

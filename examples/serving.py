@@ -80,7 +80,8 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
     if cache.used_bytes != held * scheduler.page_bytes:
         formula = held * scheduler.page_bytes
         raise SystemExit(f"cache: expected {formula} bytes in use by formula, measured {cache.used_bytes}")
-    free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)  # pages that no live request needs
+    # Pages that no live request needs for its sequence so far.
+    free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)
     blocked = waiting and scheduler.pages_for(len(waiting[0].text)) <= free
     return Sample(
         len(live),

@@ -51,7 +51,7 @@ def counts(place: Target) -> list[int]:
     most = torch.cuda.device_count() if place.device == "cuda" else 2
     if most < 2:
         raise RuntimeError(
-            f"--parallel: expected at least 2 GPUs, got {most}; without --gpu, it runs on the CPU"
+            f"--parallel: expected at least 2 GPUs, got {most}; without --gpu it runs on the CPU"
         )
     return [1 << power for power in range(1, most.bit_length())]
 
