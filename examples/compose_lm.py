@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 import variants
 from decoder import Decoder
-from decoding import check_same, decode_uncached, greedy, paged_cache, prefill, stream
+from decoding import check_same, decode_cached, decode_uncached, paged_cache
 from text import Corpus, load
-from torch import Tensor
 from training import held_out_bits, train
 from variants import PRESETS, VARIANTS, Preset
 
@@ -108,20 +107,12 @@ def compare_decoding(
         start = time.perf_counter()
         plain, logits = decode_uncached(model, prompts, steps)
         middle = time.perf_counter()
-        cached = decode_cached(model, prompts, steps)
+        cached = decode_cached(model, prompts, steps).cpu()
         end = time.perf_counter()
     note = check_same(cached, plain, logits)
     if note:
         print(f"{label}: {note}")
     return cached.numel() / (middle - start), cached.numel() / (end - middle)
-
-
-def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tensor:
-    """Decode greedily with a paged cache; return the tokens ``[n, steps]`` on the CPU."""
-    longest = max(map(len, prompts)) + steps
-    cache = paged_cache(model, sequences=len(prompts), length=longest, page_size=PAGE_SIZE)
-    handles, logits = prefill(model, cache, prompts)
-    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=steps)), 1).cpu()
 
 
 def table(results: Sequence[Result], entropy: float) -> str:

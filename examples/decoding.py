@@ -71,6 +71,13 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tensor:
+    """Decode greedily with a paged cache; return the tokens ``[n, steps]``."""
+    cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + steps)
+    handles, logits = prefill(model, cache, prompts)
+    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=steps)), 1)
+
+
 @torch.no_grad()
 def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
     """Decode greedily without a cache; return the tokens ``[n, steps]`` and their logits, on the CPU.

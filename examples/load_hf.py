@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from decoder import Decoder
-from decoding import TIE, greedy, paged_cache, prefill, stream
+from decoding import TIE, decode_cached
 from folders import their_name, tokens_by
 from torch import Tensor
 from tqdm import tqdm
@@ -90,15 +90,6 @@ def _fill(
         model.lm_head.weight = model.embed.weight
 
 
-def generate(
-    model: Decoder, prompts: Sequence[Tensor], new: int, choose: Callable[[Tensor], Tensor] = greedy
-) -> Tensor:
-    """Return ``new`` tokens after each prompt ``[t]``, as ``[n, new]``, from a paged cache."""
-    cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + new)
-    handles, logits = prefill(model, cache, prompts)
-    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=new)), 1)
-
-
 @torch.no_grad()
 def check(model: Decoder, checkpoint: Checkpoint, prompts: Sequence[Tensor], found: Tensor) -> str:
     """Compare the tokens with those of transformers' own model, which reads each sequence in one pass.
@@ -132,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"load_hf.py: {error}") from error
     start = time.perf_counter()
-    found = generate(model, prompts, options.new)
+    found = decode_cached(model, prompts, options.new)
     seconds = time.perf_counter() - start
     for text, tokens in zip(options.prompts, found.tolist(), strict=True):
         print(f"{text}{_text(checkpoint, tokens)}\n")
