@@ -1,7 +1,6 @@
 """Speedup of several ranks over one, on sequences and caches sharded over GPUs or CPU processes."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -20,7 +19,7 @@ from .. import CAUSAL, FULL, KVLayout, attention, cached_attention
 from ..parallel import gather_attention, head_attention, ring_attention, shard
 from .cases import Case, plain
 from .compare import APART, Cells, Failure, attempt, distance, in_turns
-from .place import Target, cpu, cuda
+from .place import Target, cpu, cuda, wall_seconds
 from .report import Line, Table
 from .speed import Rows, Run
 from .stored import Decoding, stored
@@ -93,11 +92,7 @@ def _process(
 def _milliseconds(call: Callable, place: Target) -> float:
     """Time a call that all ranks start together; return the time of the slowest rank."""
     dist.barrier()
-    place.synchronize()
-    start = time.perf_counter()
-    call()
-    place.synchronize()
-    return _most((time.perf_counter() - start) * 1e3, place)
+    return _most(wall_seconds(call, place.synchronize) * 1e3, place)
 
 
 def _most(x: float, place: Target) -> float:

@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
 def cpu() -> Target:
     """Return the CPU target: one call per turn, without graphs and without measuring memory."""
-    return Target("cpu", None, cpu_seconds, rounds=5, budget=6)
+    return Target("cpu", None, wall_seconds, rounds=5, budget=6)
 
 
 def cuda() -> Target:
@@ -50,10 +50,12 @@ def cuda() -> Target:
     return Target("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
 
 
-def cpu_seconds(call: Callable) -> float:
-    """Return the wall time of a call."""
+def wall_seconds(call: Callable, synchronize: Callable[[], None] = lambda: None) -> float:
+    """Return the wall time of a call, until the device has finished it."""
+    synchronize()
     start = time.perf_counter()
     call()
+    synchronize()
     return time.perf_counter() - start
 
 

@@ -1,6 +1,5 @@
 """Whole decoding steps: layers run eagerly, as a CUDA graph and compiled, and both forms of an MLA layer."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from .. import (
     cached_attention,
 )
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
-from .place import Target, host_seconds
+from .place import Target, host_seconds, wall_seconds
 from .report import Line, Table
 from .speed import BATCHES, Rows
 from .stored import PAGE, cache_for
@@ -123,11 +122,7 @@ class Decoder:
 
         They are measured from the first call of a turn until the device has finished the last one.
         """
-        self._place.synchronize()
-        start = time.perf_counter()
-        self.turn(run)
-        self._place.synchronize()
-        return (time.perf_counter() - start) / TURN
+        return wall_seconds(partial(self.turn, run), self._place.synchronize) / TURN
 
 
 @torch.no_grad()
