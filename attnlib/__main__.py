@@ -11,6 +11,13 @@ from .finetune import command as finetune
 from .sizes import command as sizes
 
 READER_GONE = 141  # the exit status that a shell reports for a program killed by SIGPIPE
+COMMANDS = (
+    ("sizes", sizes, "print cache bytes, parameters, FLOPs and memory traffic of a model's variants"),
+    ("convert", convert, "convert a checkpoint folder into one with a smaller KV cache"),
+    ("finetune", finetune, "train a converted checkpoint back to the quality of the original"),
+    ("bench", bench, "time attnlib and torch on this machine"),
+    ("doctor", doctor, "print versions, devices, which backend runs here and why, and cache safety"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,30 +40,10 @@ def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
     parser.add_argument("--version", action="version", version=f"attnlib {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    counting = commands.add_parser(
-        "sizes", help="print cache bytes, parameters, FLOPs and memory traffic of a model's variants"
-    )
-    sizes.add_arguments(counting)
-    counting.set_defaults(run=sizes.run)
-    converting = commands.add_parser(
-        "convert", help="convert a checkpoint folder into one with a smaller KV cache"
-    )
-    convert.add_arguments(converting)
-    converting.set_defaults(run=convert.run)
-    healing = commands.add_parser(
-        "finetune", help="train a converted checkpoint back to the quality of the original"
-    )
-    finetune.add_arguments(healing)
-    healing.set_defaults(run=finetune.run)
-    timing = commands.add_parser("bench", help="time attnlib and torch on this machine")
-    bench.add_arguments(timing)
-    timing.set_defaults(run=bench.run)
-    looking = commands.add_parser(
-        "doctor",
-        help="print versions, devices, which backend runs here and why, and if kernel caches are safe",
-    )
-    doctor.add_arguments(looking)
-    looking.set_defaults(run=doctor.run)
+    for name, command, summary in COMMANDS:
+        subparser = commands.add_parser(name, help=summary)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
