@@ -35,12 +35,10 @@ def run(_arguments: argparse.Namespace) -> int:
     for warning in _warnings(explanations.values()):
         print(f"\n{warning}")
     print("\nkernel-cache folders and who may write to them")
-    wrong = 0
-    for path in cache_folders():
-        why = unsafe(path)
-        wrong += bool(why)
+    reasons = {path: unsafe(path) for path in cache_folders()}
+    for path, why in reasons.items():
         print(f"  {path}: {why or ('safe' if path.exists() else 'does not exist yet')}")
-    return int(wrong > 0)
+    return int(any(reasons.values()))
 
 
 def _version(name: str) -> str:

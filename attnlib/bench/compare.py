@@ -45,7 +45,7 @@ def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure
 
 def _failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of implementations that cannot run, including those of their compilers."""
-    known = (
+    return (
         RuntimeError,
         ValueError,
         TypeError,
@@ -54,9 +54,7 @@ def _failures() -> tuple[type[Exception], ...]:
         AttributeError,
         ImportError,
         OSError,
-    )
-    return known + tuple(
-        getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules
+        *(getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules),
     )
 
 

@@ -19,7 +19,6 @@ from .watchdog import watched
 BATCHES = 30  # batches of calls whose CPU time is measured
 
 Rows = Iterator[tuple[Table, Line]]
-Pair = tuple[Case, Case]
 
 
 class Column(NamedTuple):
@@ -127,7 +126,10 @@ def rows(place: Target, tables: Sequence[Table], work: Iterable[Case], peers: Se
 
 
 def varlen(
-    place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2"
+    place: Target,
+    tables: Sequence[Table],
+    work: Iterable[tuple[Case, Case]] = cases.VARLEN,
+    check: str = "FA2",
 ) -> Rows:
     """Compare packed sequences with a batch of as many tokens."""
     for packed, dense in work:
@@ -170,9 +172,8 @@ def overhead(
     place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES
 ) -> Rows:
     """Measure the CPU time from a small call to its last launch."""
-    clock = partial(host_seconds, synchronize=place.synchronize)
-    where = place._replace(seconds=clock, rounds=batches)
-    return by_what(where, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
+    place = place._replace(seconds=partial(host_seconds, synchronize=place.synchronize), rounds=batches)
+    return by_what(place, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
 
 
 def by_what(place: Target, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:

@@ -64,13 +64,16 @@ def cache_for(
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
     of_all_ranks = page_size * (1 if mesh is None else mesh.size())
     pages, rows = -(-tokens // of_all_ranks), max(batch, SHELVES)
-    sizes = {
-        "pages": batch * pages,
-        "page_size": page_size,
-        "max_sequences": rows,
-        "max_length": pages * of_all_ranks,
-    }
-    cache = KVCache.paged(layouts, **sizes, device=device, mesh=mesh, **options)
+    cache = KVCache.paged(
+        layouts,
+        pages=batch * pages,
+        page_size=page_size,
+        max_sequences=rows,
+        max_length=pages * of_all_ranks,
+        device=device,
+        mesh=mesh,
+        **options,
+    )
     _mix(cache, batch * pages, of_all_ranks, rows)
     return cache
 
