@@ -76,7 +76,7 @@ def test_learning_beats_byte_frequencies(text_file, capsys):
         (("--tokens", "63"), "--tokens: expected a multiple of 2 x 1 ranks, got 63"),
         (
             ("--tokens", "1000000"),
-            "--tokens: expected less than the .* of the text, got 1,000,000; use a longer",
+            "--tokens: expected fewer than the text's .*, got 1,000,000; use a longer",
         ),
         (("--context-parallel", "3"), "--context-parallel: expected a divisor of the 1 ranks, got 3"),
         (("--margin", "0.9"), "bits/byte: expected at most .*; train longer"),
