@@ -102,11 +102,8 @@ def unsafe(path: Path) -> str:
     """Return why another user could put files into a folder or replace it, or "" if nobody can."""
     if not hasattr(os, "getuid"):
         return ""
-    trusted, named, real = (
-        {0, os.getuid()},
-        path.absolute(),
-        path.resolve(),
-    )  # these differ if the path contains links
+    # `named` and `real` differ if the path contains links.
+    trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()
     for folder in (named, real, *named.parents, *real.parents):
         try:
             found = folder.stat()
