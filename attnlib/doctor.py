@@ -1,6 +1,4 @@
-"""``python -m attnlib doctor``: what this machine has, which backend runs here and why, and whether caches
-are safe.
-"""
+"""The command ``python -m attnlib doctor``: versions, devices, the backend that runs, and cache safety."""
 
 import argparse
 import getpass
@@ -21,13 +19,11 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Add nothing: the command has no options."""
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Print it all; returns 1 where somebody else could put code into a cache that this user's programs
-    load.
-    """
+    """Print the report; return 1 if another user could put code into a kernel cache that programs load."""
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {_version(name)}' for name in PACKAGES)}")
     print("\n".join(_devices()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,13 +34,11 @@ def run(_arguments: argparse.Namespace) -> int:
         print("\n".join(f"    {line}" for line in str(explanation).splitlines()))
     for warning in _warnings(explanations.values()):
         print(f"\n{warning}")
-    print("\nfolders of compiled code, which programs load and run")
-    wrong = 0
-    for path in cache_folders():
-        why = unsafe(path)
-        wrong += bool(why)
-        print(f"  {path}: {why or ('safe' if path.exists() else 'not there yet')}")
-    return int(wrong > 0)
+    print("\nkernel-cache folders and who may write to them")
+    reasons = {path: unsafe(path) for path in cache_folders()}
+    for path, why in reasons.items():
+        print(f"  {path}: {why or ('safe' if path.exists() else 'does not exist yet')}")
+    return int(any(reasons.values()))
 
 
 def _version(name: str) -> str:
@@ -59,20 +53,23 @@ def _devices() -> Iterator[str]:
         yield f"no GPU that torch {torch.__version__} can use; {torch.get_num_threads()} CPU threads"
     for n in range(torch.cuda.device_count()):
         x = torch.cuda.get_device_properties(n)
-        yield f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        yield (
+            f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, "
+            f"CUDA {torch.version.cuda}"
+        )
 
 
 def _warnings(explanations: Iterable[Explanation]) -> Iterator[str]:
-    """A line for each Hopper GPU that runs without its fast paths."""
+    """Yield a warning if a Hopper GPU runs without some of its fast paths."""
     failures = dict.fromkeys(
         failure for x in explanations if x.spec.arch == 90 for failure in x.failures or ()
     )
     if failures:
-        yield f"warning: this GPU could be faster; fast paths that are off, each named above: {len(failures)}"
+        yield f"warning: this GPU could be faster; fast paths that are off (see above): {len(failures)}"
 
 
 def _explanations(device: str) -> Iterator[tuple[str, Explanation]]:
-    """What runs the usual calls, and why nothing before it does."""
+    """Yield explanations of typical calls: which backend runs them, and why others do not."""
     options = {"dtype": torch.bfloat16, "device": device}
     q, k = torch.zeros(1, 64, 8, 128, **options), torch.zeros(1, 64, 2, 128, **options)
     yield "training, GQA of 128 channels", explain(attention, q.requires_grad_(), k, k, mask=CAUSAL)
@@ -91,7 +88,7 @@ def _explanations(device: str) -> Iterator[tuple[str, Explanation]]:
 
 
 def cache_folders() -> list[Path]:
-    """Where Triton and torch's compiler keep what they have compiled."""
+    """Return the folders in which Triton and torch's compiler cache compiled kernels."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     triton = os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -102,22 +99,23 @@ def cache_folders() -> list[Path]:
 
 
 def unsafe(path: Path) -> str:
-    """Why somebody else could put files into a folder, or put another folder in its place; nothing if nobody
-    can.
-    """
+    """Return why another user could put files into a folder or replace it, or "" if nobody can."""
     if not hasattr(os, "getuid"):
         return ""
-    trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()  # which differ by links
+    # `named` and `real` differ if the path contains links.
+    trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()
     for folder in (named, real, *named.parents, *real.parents):
         try:
             found = folder.stat()
         except FileNotFoundError:
             continue
         if found.st_uid not in trusted:
-            return f"unsafe: {folder} belongs to another user; name a folder of your own in the environment"
-        sticky = (
-            folder not in (named, real) and found.st_mode & stat.S_ISVTX
-        )  # where others may create, but not replace
+            return (
+                f"unsafe: {folder} belongs to another user; "
+                "set the environment variable to a folder of your own"
+            )
+        # In a sticky folder others may create files, but not replace ours.
+        sticky = folder not in (named, real) and found.st_mode & stat.S_ISVTX
         if found.st_mode & OTHERS_WRITE and not sticky:
             return f"unsafe: others may write into {folder}; chmod go-w {folder}"
     return ""

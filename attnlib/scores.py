@@ -69,7 +69,9 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
         TraceError: what the function does cannot run in a kernel; the message names the line.
 
     >>> bias = torch.zeros(8, 257)
-    >>> near = score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(-128, 128) + 128], bias)
+    >>> near = score_mod(
+    ...     lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(-128, 128) + 128], bias
+    ... )
     """
     program = traced("score", function, arguments)
     of_tensors = tuple(isinstance(x, Tensor) for x in arguments)

@@ -1,4 +1,7 @@
-"""Sphinx: these pages as a site. ``make docs`` builds it; nothing is fetched, and a warning is an error."""
+"""Sphinx configuration that builds these pages as a site, by ``make docs``.
+
+Nothing is downloaded, and a warning is an error.
+"""
 
 import os
 import sys
@@ -19,13 +22,13 @@ import attnlib  # noqa: E402
 project, release = "attnlib", attnlib.__version__
 project_copyright = "the authors of attnlib, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-nitpicky = True  # a name in a docstring that leads nowhere is a warning too
-highlight_language = "none"  # of blocks that name no language
+nitpicky = True  # an unresolved name in a docstring is a warning, too
+highlight_language = "none"  # for code blocks without a language
 python_maximum_signature_line_length = 88
 html_theme, html_title = "furo", f"attnlib {release}"
 html_copy_source = html_show_sourcelink = False
 
-myst_heading_anchors = 4  # the anchors that a forge gives headings
+myst_heading_anchors = 4  # heading anchors as code forges generate them
 autodoc_class_signature = "mixed"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
@@ -33,7 +36,7 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 
-# Pages of the site that stand for files beside docs/; other files become pages of source.
+# Files outside docs/ that have a page of their own; other files get a page of source.
 STANDING_FOR = {
     "README.md": "index.html",
     "CHANGELOG.md": "changelog.html",
@@ -42,7 +45,7 @@ STANDING_FOR = {
 
 
 def url_of(path: Path) -> str:
-    """Where the site has a file or folder of the repository, from the site's root."""
+    """Return the site's URL of a file or folder of the repository, relative to the site's root."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         return "internals.html#files"
@@ -52,18 +55,16 @@ def url_of(path: Path) -> str:
 
 
 def lead_out(app, doctree) -> None:
-    """Links of a page to what is no page lead to its source in the site, as on a forge they lead to the
-    file.
-    """
+    """Point links to files that are not pages to their source on the site, as a code forge shows the file."""
     page = app.env.docname
     links = [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]
     for node in (node for node in links if node.get("reftype") == "myst" and not node.get("refdomain")):
         target, _, anchor = node["reftarget"].partition("#")
-        # A page that includes a file of the root has that file's links.
+        # A page may include a file of the root, whose links are relative to the root.
         tried = [(folder / target).resolve() for folder in ((DOCS / page).parent, ROOT)]
         found = next((path for path in tried if path.exists()), None)
         if found is None or not target or not found.is_relative_to(ROOT):
-            continue  # myst says that it leads nowhere
+            continue  # myst warns about the broken link
         url = url_of(found)
         if url.startswith("source/"):
             app.env.attnlib_sources = {*getattr(app.env, "attnlib_sources", ()), found}
@@ -72,7 +73,7 @@ def lead_out(app, doctree) -> None:
 
 
 def source_pages(app):
-    """A page for each file that a page links to."""
+    """Yield a page of source for each file that a page links to."""
     for path in sorted(getattr(app.env, "attnlib_sources", ())):
         name = path.relative_to(ROOT).as_posix()
         code = highlight(path.read_text(), get_lexer_for_filename(name), HtmlFormatter(cssclass="highlight"))
@@ -80,8 +81,11 @@ def source_pages(app):
 
 
 def public_type(app, env, node, contnode):
-    """Types of signatures lead to the public name; those of other libraries, and internal ones, are text."""
-    if node.get("refdomain") != "py" or "refwarn" in node:  # what a docstring names has to be there
+    """Link types in signatures to their public name.
+
+    Types of other libraries and internal types stay plain text.
+    """
+    if node.get("refdomain") != "py" or "refwarn" in node:  # names in docstrings must resolve
         return None
     entry = "attnlib." + node["reftarget"].rpartition(".")[2]
     found = env.domains["py"].objects.get(entry) if node["reftarget"].startswith("attnlib.") else None
@@ -92,6 +96,6 @@ def public_type(app, env, node, contnode):
 
 
 def setup(app) -> None:
-    app.connect("doctree-read", lead_out, priority=400)  # before sphinx collects what is to be downloaded
+    app.connect("doctree-read", lead_out, priority=400)  # before Sphinx collects downloads
     app.connect("html-collect-pages", source_pages)
     app.connect("missing-reference", public_type)

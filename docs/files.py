@@ -1,6 +1,6 @@
-"""Write the tree of files in internals.md, and who may import whom: ``python docs/files.py``.
+"""Write the file tree and the import table of internals.md: ``python docs/files.py``.
 
-Of each file the tree has the first sentence of its docstring; the table is that of ``tests/rooms.py``.
+The tree quotes the first sentence of each file's docstring; the table comes from ``tests/rooms.py``.
 """
 
 import ast
@@ -36,8 +36,9 @@ def _line(name: str, file: Path, depth: int) -> str:
 
 
 def imports() -> str:
-    """Return a row for each room with those that it may import, from top to bottom; values stand for all of
-    them.
+    """Return the import table: a row per room (package folder) with the rooms that it may import.
+
+    Rooms are sorted from top to bottom. "values" stands for all rooms of values.
     """
     known = runpy.run_path(str(HERE.parent / "tests" / "rooms.py"))
     values, rooms = known["VALUES"], known["ROOMS"]
@@ -54,7 +55,7 @@ def _named(rooms: set[str], values: tuple[str, ...]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the tree and the table of today."""
+    """Return the page with the current tree and table."""
     before, _, after = page.partition("```\n")
     page = f"{before}```\n{tree()}\n```{after.partition('```')[2]}"
     before, _, after = page.partition("| room | may import |\n")

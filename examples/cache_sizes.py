@@ -1,9 +1,8 @@
-"""What attention would take if a model were MHA, GQA, MQA or MLA: a table, a picture, and the allocator's own
-count.
+"""Compare the caches of a model as MHA, GQA, MQA or MLA: a table, a picture, and the bytes of real caches.
 
-Prints the table of ``python -m attnlib sizes``, then makes a real KVCache for every variant, lets sequences
-grow in it, and fails when it uses another byte than the formula says. The caches are made on the meta device:
-every plane has its shape and no memory, so they may be larger than the machine.
+Prints the table of ``python -m attnlib sizes``, then makes a real KVCache for every variant, grows sequences
+in it, and fails if it does not use exactly the bytes that the formula predicts. The caches are on the meta
+device, where tensors have shapes but no memory, so they may be larger than the machine.
 """
 
 import argparse
@@ -16,10 +15,10 @@ from attnlib.sizes.files import draw
 
 
 def check(variant: Model, setting: Setting) -> int:
-    """Bytes that a real cache uses once the setting's smallest batch has grown to its longest context.
+    """Return the bytes of a real cache after the setting's smallest batch has grown to its longest context.
 
     Raises:
-        SystemExit: there or at a shorter context the formula says otherwise.
+        SystemExit: at that or a shorter context, the cache does not use the bytes that the formula predicts.
     """
     layouts = variant.layouts(dtype=setting.dtype, store=setting.store)
     batch, size = min(setting.batches), setting.page_size
@@ -43,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-2-7b", help="a name of `python -m attnlib sizes --list`")
+    parser.add_argument(
+        "--model", default="llama-2-7b", help="a model that `python -m attnlib sizes --list` names"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     options = parser.parse_args(arguments)
     try:
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answers = rows(models, setting)
     print(table(models[0], answers, setting), end="\n\n")
     for variant in models:
-        print(f"{variant.kind:10}  {check(variant, setting):18,} bytes in a real cache, as the formula says")
+        print(
+            f"{variant.kind:10}  {check(variant, setting):18,} bytes in a real cache, as the formula predicts"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "cache_sizes.png"
     draw(models, setting, picture)

@@ -1,8 +1,8 @@
 """Train the same small language model with MHA, GQA, MQA and MLA, decode from a paged cache, and compare.
 
-Prints one table, and writes the weights and a picture: losses, and cache growth against context. Fails when a
-cached greedy continuation differs from the uncached one, when a cache holds other bytes than the formula
-says, or when a model learned too little.
+Prints one table, and writes the weights and a picture of losses and cache growth. Fails if a greedy
+continuation with the cache differs from the one without, if a cache does not use the bytes that the formula
+predicts, or if a model learned too little.
 """
 
 import argparse
@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 import variants
 from decoder import Decoder
-from decoding import check_same, decode_uncached, greedy, paged_cache, prefill, stream
+from decoding import check_same, decode_cached, decode_uncached, paged_cache
 from text import Corpus, load
-from torch import Tensor
 from training import held_out_bits, train
 from variants import PRESETS, VARIANTS, Preset
 
@@ -24,12 +23,12 @@ from attnlib.sizes import cache_bytes
 
 PAGE_SIZE = 16
 PROMPTS = 8
-# Okabe and Ito's colours, told apart with any colour vision.
+# Okabe and Ito's colours, which are distinguishable with any colour vision.
 COLOURS = {"mha": "#0072B2", "gqa": "#009E73", "mqa": "#D55E00", "mla": "#CC79A7"}
 
 
 class Result(NamedTuple):
-    """What was measured of one variant; ``growth`` pairs contexts with the bytes that their tokens took."""
+    """The measurements of one variant; ``growth`` pairs context lengths with the cache bytes they use."""
 
     variant: str
     parameters: int
@@ -47,7 +46,7 @@ def study(
     """Train, save, decode and measure one variant.
 
     Raises:
-        SystemExit: its cached greedy continuation, or the size of its cache, is wrong.
+        SystemExit: the greedy continuation with a cache differs, or the size of the cache is wrong.
     """
     torch.manual_seed(0)
     model = variants.make_model(variant, preset).to(device)
@@ -69,10 +68,10 @@ def study(
 
 
 def measure_growth(model: Decoder, corpus: Corpus, *, longest: int) -> tuple[list[tuple[int, int]], float]:
-    """Contexts with the bytes that a paged cache uses for them, and the formula's bytes per token.
+    """Return pairs of context length and paged cache bytes, and the formula's bytes per token.
 
     Raises:
-        SystemExit: somewhere the two differ.
+        SystemExit: the cache does not use the bytes that the formula predicts.
     """
     cache = paged_cache(model, sequences=1, length=longest, page_size=PAGE_SIZE)
     [handle] = cache.admit()
@@ -94,8 +93,9 @@ def measure_growth(model: Decoder, corpus: Corpus, *, longest: int) -> tuple[lis
 def compare_decoding(
     model: Decoder, corpus: Corpus, context: int, new_tokens: int, *, label: str
 ) -> tuple[float, float]:
-    """New tokens per second of greedy decoding without a cache, and with one; prompts are ragged held-out
-    text.
+    """Return the tokens per second of greedy decoding without a cache and with one.
+
+    The prompts are held-out text of different lengths.
 
     Raises:
         SystemExit: the two continuations differ.
@@ -107,7 +107,7 @@ def compare_decoding(
         start = time.perf_counter()
         plain, logits = decode_uncached(model, prompts, steps)
         middle = time.perf_counter()
-        cached = decode_cached(model, prompts, steps)
+        cached = decode_cached(model, prompts, steps).cpu()
         end = time.perf_counter()
     note = check_same(cached, plain, logits)
     if note:
@@ -115,17 +115,10 @@ def compare_decoding(
     return cached.numel() / (middle - start), cached.numel() / (end - middle)
 
 
-def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tensor:
-    """Greedy continuations ``[n, steps]`` from a paged cache, on the CPU."""
-    longest = max(map(len, prompts)) + steps
-    cache = paged_cache(model, sequences=len(prompts), length=longest, page_size=PAGE_SIZE)
-    handles, logits = prefill(model, cache, prompts)
-    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=steps)), 1).cpu()
-
-
 def table(results: Sequence[Result], entropy: float) -> str:
-    """One row per variant; bits per byte are of held-out text, tokens a second of PROMPTS sequences at
-    once.
+    """Format one row per variant.
+
+    Bits per byte are of held-out text; tokens per second are of PROMPTS sequences at once.
     """
     names = ["variant", "parameters", "bits/byte", "below unigram", "cache B/token", "by formula"]
     names += ["uncached tok/s", "cached tok/s"]
@@ -157,7 +150,7 @@ def draw(results: Sequence[Result], corpus: Corpus, preset: Preset, entropy: flo
     _draw_losses(left, results, preset, entropy)
     _draw_growth(right, results)
     left.set_title(f"Learning {corpus.name}", loc="left", fontsize=13)
-    right.set_title("What one sequence takes in the cache", loc="left", fontsize=13)
+    right.set_title("Cache memory of one sequence", loc="left", fontsize=13)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -178,7 +171,7 @@ def _draw_losses(axes, results: Sequence[Result], preset: Preset, entropy: float
         axes.plot(x.tolist(), smooth.tolist(), color=COLOURS[result.variant], label=label, linewidth=2)
     axes.axhline(entropy, color="0.35", linestyle="--", linewidth=1.2)
     axes.annotate(
-        f"byte frequencies alone: {entropy:.2f}",
+        f"unigram model: {entropy:.2f}",
         (0.99, entropy),
         (0, 4),
         xycoords=("axes fraction", "data"),
@@ -218,7 +211,7 @@ def _draw_growth(axes, results: Sequence[Result]) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,11 +221,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", help="model and training sizes (default: tiny)"
     )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="which to compare")
-    parser.add_argument("--steps", type=int, help="training steps instead of the preset's")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="variants to compare (default: all)"
+    )
+    parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--new-tokens", type=int, help="tokens to decode (default: the preset's context)")
     parser.add_argument(
-        "--margin", type=float, default=0.3, help="how far below the unigram entropy is enough"
+        "--margin", type=float, default=0.3, help="required fraction below the unigram entropy (default: 0.3)"
     )
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
     parser.add_argument(
@@ -245,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study from the command line.
 
     Raises:
-        SystemExit: a check failed; the message says which.
+        SystemExit: a check failed; the message names it.
     """
     options = parse(arguments)
     preset = PRESETS[options.preset]
@@ -259,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     tokens = preset.steps * preset.batch * preset.context
     print(
-        f"{corpus.name}: {corpus.size:,} bytes, a tenth held out, {entropy:.3f} bits/byte by byte "
-        "frequencies alone"
+        f"{corpus.name}: {corpus.size:,} bytes, a tenth held out; a unigram model needs "
+        f"{entropy:.3f} bits/byte"
     )
     print(f"each variant reads {tokens:,} bytes in {preset.steps} steps of {preset.batch} x {preset.context}")
     settings = {"device": device, "out": options.out, "new_tokens": options.new_tokens or preset.context}

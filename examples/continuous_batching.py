@@ -1,14 +1,13 @@
-"""Serve many requests from one paged pool, and the same ones from rows of the maximum length in the same
-memory.
+"""Serve the same requests from a paged cache, and from rows of the maximum length in the same memory.
 
     python examples/continuous_batching.py
     python examples/continuous_batching.py --variant mla --requests 200 --rows 16
 
-A seeded trace of requests, most of them short and a few long, arrives in bursts. One scheduler and one class
-of cache serve it twice; only the cache's constructor differs. Prints how many ran at once and how the memory
-was spent, and draws it; then forks one stored prompt to many requests. The weights are random: neither pages
-nor schedules depend on what is said. Fails when an answer differs from that of the request alone, or the
-shared prompt is stored twice.
+A seeded trace of requests, most of them short and a few long, arrives in bursts. The same scheduler and the
+same cache class serve it twice; only the cache's constructor differs. The example prints how many requests
+ran at once and how the memory was used, and draws both. Then it forks one stored prompt to many requests. The
+weights are random, because neither pages nor schedules depend on the content. The example fails if an answer
+differs from the one that the request gets on its own, or if the shared prompt is stored twice.
 """
 
 import argparse
@@ -28,17 +27,17 @@ from variants import PRESETS, VARIANTS
 from attnlib import KVCache
 from attnlib.sizes import cache_bytes
 
-MAX_LENGTH = 512  # tokens; what a request may ask for, and so what a row must hold
+MAX_LENGTH = 512  # tokens, prompt and answer together: the longest request, and the size of a row
 BUDGET = 128  # tokens a step
 END = 0  # the token that ends an answer early
-SHARED = 200  # tokens of the shared prompt; they end inside a page
-ROUNDS = 2  # the two caches take turns, and the faster round of each counts
-# Okabe and Ito's colours, told apart with any colour vision.
+SHARED = 200  # tokens of the shared prompt, which ends inside a page
+ROUNDS = 2  # the two caches take turns; the faster round of each counts
+# Okabe and Ito's colours, which are distinguishable with any colour vision.
 COLOURS = {"rows": "#D55E00", "pages": "#0072B2", "first fit": "0.45"}
 
 
 def make_trace(count: int, *, seed: int) -> list[Request]:
-    """``count`` requests in bursts, by arrival; their lengths are log-normal, and one in ten is urgent."""
+    """Return ``count`` requests that arrive in bursts: lengths are log-normal, and one in ten is urgent."""
     draw, requests, arrival = random.Random(seed), [], 0
     while len(requests) < count:
         for _ in range(min(1 + int(draw.expovariate(1 / 8)), count - len(requests))):
@@ -55,7 +54,7 @@ def _length(draw: random.Random, *, median: int) -> int:
 
 
 def make_model(variant: str, *, seed: int) -> Decoder:
-    """A random model whose greedy text wanders: with small, tied embeddings it would repeat its input."""
+    """Make a random model whose output varies; with small, tied embeddings it would repeat its input."""
     torch.manual_seed(seed)
     model = variants.make_model(variant, PRESETS["tiny"]).eval()
     nn.init.normal_(model.embed.weight)
@@ -64,7 +63,7 @@ def make_model(variant: str, *, seed: int) -> Decoder:
 
 
 def make_caches(model: Decoder, *, rows: int, page_size: int) -> dict[str, KVCache]:
-    """The two ways to spend the memory of so many rows."""
+    """Make a cache of ``rows`` rows of the maximum length, and a paged cache of the same size."""
     layouts, pages = model.kv_layouts(), rows * MAX_LENGTH // page_size
     sizes = {"max_length": MAX_LENGTH, "device": model.embed.weight.device}
     caches = {
@@ -79,13 +78,14 @@ def make_caches(model: Decoder, *, rows: int, page_size: int) -> dict[str, KVCac
 def check_alone(
     model: Decoder, requests: Sequence[Request], answers: Sequence[list[int]], *, before=()
 ) -> str:
-    """Check every answer against its request alone, after the tokens ``before``; returns a note on ties.
+    """Check every answer against its request on its own, after the tokens ``before``; return a note on ties.
 
-    One pass over each text, without a cache and without company, gives the likeliest token at every place. An
-    answer of these tokens only is the greedy one. Where one differs, :func:`decoding.check_same` judges.
+    One pass over each sequence, without a cache or a batch, gives the most likely token at every position. An
+    answer that consists of these tokens is the greedy one. If a token differs, :func:`decoding.check_same`
+    decides.
 
     Raises:
-        SystemExit: an answer ends elsewhere, or differs by more than a tie.
+        SystemExit: an answer ends in the wrong place, or differs by more than a tie.
     """
     longest = max(map(len, answers))
     plain, ours = torch.zeros(2, len(answers), longest, dtype=torch.int64)
@@ -102,7 +102,7 @@ def check_alone(
 
 
 def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size: int) -> dict[str, Run]:
-    """The trace served from rows and from pages, in turns, every answer checked."""
+    """Serve the trace from rows and from pages, in turns, and check every answer; return the faster runs."""
     runs: dict[str, Run] = {}
     for round_ in range(ROUNDS):
         for name, cache in make_caches(model, rows=rows, page_size=page_size).items():
@@ -117,18 +117,19 @@ def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size
 
 
 def busy(samples: Sequence[Sample]) -> list[Sample]:
-    """The steps in which a request waited; all steps if none ever did."""
+    """Return the steps in which a request waited, or all steps if none ever did."""
     return [sample for sample in samples if sample.waiting] or list(samples)
 
 
 def sustained(samples: Sequence[Sample]) -> float:
-    """How many requests ran at once, on average, while others waited."""
+    """Return how many requests ran at once, on average, while others waited."""
     return sum(sample.live for sample in busy(samples)) / len(busy(samples))
 
 
 def table(runs: dict[str, Run], fitted: Sequence[Sample], *, nbytes: int, memory: int) -> str:
-    """One row per way to spend the memory; shares of it are averages over the steps in which a request
-    waited.
+    """Format one row per way to lay out the memory.
+
+    Shares of the memory are averages over the steps in which a request waited.
     """
     names = ["memory in", "at once", "peak", "steps", "tokens/s", "filled", "internal", "free"]
     names += ["external", "preempted", "stored twice"]
@@ -151,9 +152,7 @@ def _concurrency(samples: Sequence[Sample]) -> list[str]:
 
 
 def _shares(samples: Sequence[Sample], nbytes: int) -> list[str]:
-    """Shares of the memory: filled by tokens, held without tokens, held by nobody, and of this, too
-    scattered.
-    """
+    """Return shares of the memory: filled with tokens, allocated but empty, free, and free but fragmented."""
     chosen = busy(samples)
     total = nbytes * len(chosen)
     filled, used, external = (
@@ -163,10 +162,11 @@ def _shares(samples: Sequence[Sample], nbytes: int) -> list[str]:
 
 
 def share_prompt(model: Decoder, *, requests: int, page_size: int, seed: int) -> str:
-    """Fork one stored prompt to many requests at once; says what that takes, and would take without sharing.
+    """Fork one stored prompt to many requests; describe the memory used with and without sharing.
 
     Raises:
-        SystemExit: a step held more than the prompt once and what each request added, or an answer is wrong.
+        SystemExit: a step used more than the prompt once plus the requests' own tokens, or an answer is
+        wrong.
     """
     draw = random.Random(seed)
     system = [draw.randrange(1, 256) for _ in range(SHARED)]
@@ -186,12 +186,12 @@ def share_prompt(model: Decoder, *, requests: int, page_size: int, seed: int) ->
         print(f"shared prompt: {note}")
     return (
         f"a prompt of {SHARED} tokens is stored once, in {once:,} bytes, and forked to {requests} requests: "
-        f"{peak.used:,} bytes in all for {peak.live} at once, {alone:,} if each stored its own"
+        f"{peak.used:,} bytes in all for {peak.live} at once, {alone:,} if each stored its own copy"
     )
 
 
 def draw(runs: dict[str, Run], fitted: Sequence[Sample], nbytes: int, path: Path) -> None:
-    """Write the picture: requests at once on the left, what the memory holds on the right."""
+    """Write the picture: concurrent requests on the left, memory use on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -210,7 +210,7 @@ def draw(runs: dict[str, Run], fitted: Sequence[Sample], nbytes: int, path: Path
     axes["live"].legend(frameon=False, fontsize=11)
     for name, run in runs.items():
         _draw_memory(axes[name], run, nbytes, COLOURS[name])
-        axes[name].set_title(f"What the memory of the {name} holds", loc="left", fontsize=13)
+        axes[name].set_title(f"Memory use of the {name}", loc="left", fontsize=13)
         axes[name].set(xlim=(0, steps), ylim=(0, 100), ylabel="% of bytes")
     axes[name].set_xlabel("step")
     for each in axes.values():
@@ -225,7 +225,7 @@ def _draw_memory(axes, run: Run, nbytes: int, colour: str) -> None:
     steps = range(len(filled))
     axes.fill_between(steps, filled, color=colour, label="tokens", linewidth=0)
     axes.fill_between(
-        steps, filled, used, color=colour, alpha=0.35, label="held, without tokens", linewidth=0
+        steps, filled, used, color=colour, alpha=0.35, label="allocated, but empty", linewidth=0
     )
     axes.fill_between(steps, used, [100] * len(used), color="0.92", label="free", linewidth=0)
     axes.legend(frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -238,20 +238,22 @@ def _at_least_one(text: str) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=_at_least_one, default=128, help="in the trace (default: 128)")
     parser.add_argument(
-        "--rows", type=_at_least_one, default=6, help=f"memory in rows of {MAX_LENGTH} tokens (default: 6)"
+        "--requests", type=_at_least_one, default=128, help="requests in the trace (default: 128)"
+    )
+    parser.add_argument(
+        "--rows", type=_at_least_one, default=6, help=f"memory, in rows of {MAX_LENGTH} tokens (default: 6)"
     )
     sizes = [1 << n for n in range(MAX_LENGTH.bit_length())]
     parser.add_argument(
-        "--page-size", type=int, choices=sizes, default=16, help="tokens in a page (default: 16)"
+        "--page-size", type=int, choices=sizes, default=16, help="tokens per page (default: 16)"
     )
-    parser.add_argument("--variant", choices=VARIANTS, default="gqa", help="what attends (default: gqa)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the trace (default: 0)")
+    parser.add_argument("--variant", choices=VARIANTS, default="gqa", help="attention variant (default: gqa)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the trace (default: 0)")
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     options = parser.parse_args(arguments)
@@ -263,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serve, compare and draw as the command line says.
 
     Raises:
-        SystemExit: a check failed; the message says which.
+        SystemExit: a check failed; the message names it.
     """
     options = parse(arguments)
     model = make_model(options.variant, seed=options.seed).to(options.device)
@@ -274,15 +276,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = options.variant.upper()
     print(f"{name}: {len(requests)} requests of up to {MAX_LENGTH} tokens, {declared:.0f} on average")
     print(
-        f"memory: {nbytes:,} bytes, {options.rows} rows of {MAX_LENGTH} or pages of {options.page_size} "
-        "tokens\n"
+        f"memory: {nbytes:,} bytes, {options.rows} rows of {MAX_LENGTH} tokens or pages of "
+        f"{options.page_size} tokens\n"
     )
     runs = compare(model, requests, rows=options.rows, page_size=options.page_size)
     fitted = first_fit(requests, runs["pages"].answers, memory=memory, budget=BUDGET)
     print(table(runs, fitted, nbytes=nbytes, memory=memory))
     ratio = sustained(runs["pages"].samples) / sustained(runs["rows"].samples)
     print(f"\npages serve {ratio:.1f} times as many requests at once as rows do")
-    print(f"all {len(requests)} answers of both are those of each request alone")
+    print(f"all {len(requests)} answers of both caches equal those of each request on its own")
     print(share_prompt(model, requests=16, page_size=options.page_size, seed=options.seed))
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "continuous_batching.png"

@@ -1,7 +1,7 @@
 """A decoder language model composed from attnlib's layers.
 
-Every other example builds on this file; ``decoding.py`` generates with it. Any attention layer can sit in any
-block: ``attention(i)`` makes the i-th.
+Every other example builds on this file; ``decoding.py`` generates with it. Any block can use any
+attention layer: ``attention(i)`` makes the layer of block ``i``.
 
 >>> rope = Rope(32)
 >>> model = Decoder(256, 128, 2, attention=lambda i: MultiQueryAttention(128, 4, mask=CAUSAL, rope=rope))
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block: attention and MLP, each added to the residual stream."""
+    """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, attention: nn.Module, hidden_size: int, mlp_size: int, norm_eps: float):
         super().__init__()
@@ -80,12 +80,12 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     def replace_attention(self, layers: Sequence[nn.Module]) -> None:
-        """Let the i-th block attend with ``layers[i]`` from now on."""
+        """Replace the attention of every block: block ``i`` gets ``layers[i]``."""
         for block, layer in zip(self.blocks, layers, strict=True):
             block.attention = layer
 
     def kv_layouts(self) -> list[KVLayout]:
-        """What each layer stores per token: the argument of a KVCache."""
+        """Return each layer's cache layout, as KVCache takes them."""
         return [block.attention.kv_layout for block in self.blocks]
 
     def forward(
@@ -96,10 +96,11 @@ class Decoder(nn.Module):
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
+        """Return the logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
 
         Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]``
-        or computed Angles) default to the caches', else to each token's index in its own sequence.
+        or precomputed Angles) default to the cache's positions, or without a cache to each token's index in
+        its sequence.
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]

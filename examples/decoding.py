@@ -1,4 +1,4 @@
-"""Decoding with a Decoder: from a cache, prompt by prompt and token by token, and without one, to compare.
+"""Decode with a Decoder: with a KV cache (prefill, then token by token), or without one for comparison.
 
 >>> cache = paged_cache(model, sequences=2, length=64)
 >>> handles, logits = prefill(model, cache, [torch.tensor([7, 8, 9]), torch.tensor([5])])
@@ -15,14 +15,15 @@ from torch import Tensor
 from attnlib import KVCache
 from attnlib.cache.pages import Handle
 
-# A tie, when two logits differ by less than this share of the largest: sums of other shapes round otherwise.
+# Two logits tie if they differ by less than this fraction of the largest one: cached and uncached decoding
+# sum in different orders and round differently.
 TIE = 256 * torch.finfo(torch.float32).eps
 
 
 def paged_cache(
     model: Decoder, *, sequences: int, length: int, page_size: int = 16, shared_prefixes: int = 0
 ) -> KVCache:
-    """A paged cache with room for ``sequences`` sequences of ``length`` tokens each."""
+    """Make a paged cache for ``sequences`` sequences of up to ``length`` tokens each."""
     return KVCache.paged(
         model.kv_layouts(),
         pages=sequences * -(-length // page_size),
@@ -36,8 +37,9 @@ def paged_cache(
 
 @torch.no_grad()
 def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[list[Handle], Tensor]:
-    """Store prompts of any lengths in one packed step: their handles, and the logits ``[n, vocab]`` after
-    each.
+    """Store prompts of any lengths in one packed step; return their handles and logits ``[n, vocab]``.
+
+    The logits are those after the last token of each prompt.
     """
     handles = cache.admit(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
@@ -51,10 +53,10 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[
 def stream(
     model: Decoder, cache: KVCache, handles: Sequence[Handle], logits: Tensor, *, choose: Callable, steps: int
 ) -> Iterator[Tensor]:
-    """Yield the next tokens ``[n]`` of these sequences, ``steps`` times.
+    """Yield the next tokens ``[n]`` of the sequences, ``steps`` times.
 
-    ``choose`` picks tokens ``[n]`` from logits ``[n, vocab]``; ``logits`` are those after what is stored, as
-    :func:`prefill` gives them. The last tokens yielded are not stored.
+    ``choose`` picks tokens ``[n]`` from logits ``[n, vocab]``. ``logits`` are the logits after the stored
+    tokens, as :func:`prefill` returns them. The last yielded tokens are not stored.
     """
     for remaining in reversed(range(steps)):
         tokens = choose(logits)
@@ -65,14 +67,22 @@ def stream(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row: a ``choose`` for :func:`stream`."""
+    """Return the most likely token of each row: a ``choose`` for :func:`stream`."""
     return logits.argmax(-1)
+
+
+def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tensor:
+    """Decode greedily with a paged cache; return the tokens ``[n, steps]``."""
+    cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + steps)
+    handles, logits = prefill(model, cache, prompts)
+    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=steps)), 1)
 
 
 @torch.no_grad()
 def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """Greedy continuations ``[n, steps]`` that read everything anew for each token, and their logits, on the
-    CPU.
+    """Decode greedily without a cache; return the tokens ``[n, steps]`` and their logits, on the CPU.
+
+    Every step runs the model over the whole sequences again.
     """
     sequences, chosen, all_logits = list(prompts), [], []
     for _ in range(steps):
@@ -88,14 +98,13 @@ def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tu
 
 
 def check_same(cached: Tensor, plain: Tensor, logits: Tensor) -> str:
-    """Compare greedy continuations ``[n, steps]``; ``logits`` ``[n, steps, vocab]`` are those behind
-    ``plain``.
+    """Compare greedy continuations ``[n, steps]``: ``cached``, and ``plain`` without a cache.
 
-    Returns a note on sequences that part at a tie, after which they cannot be compared; empty if there is
-    none.
+    ``logits`` ``[n, steps, vocab]`` are the logits behind ``plain``. If a sequence diverges at a tie, its
+    later tokens cannot be compared: return a note on such sequences, empty if there are none.
 
     Raises:
-        SystemExit: a sequence parts where its logits are further apart than fp32 rounding explains.
+        SystemExit: a sequence diverges where the logits are further apart than fp32 rounding explains.
     """
     notes = []
     for row in (cached != plain).any(1).nonzero().flatten().tolist():
@@ -103,11 +112,12 @@ def check_same(cached: Tensor, plain: Tensor, logits: Tensor) -> str:
         at, ours, theirs = logits[row, step], cached[row, step].item(), plain[row, step].item()
         gap, tie = (at[theirs] - at[ours]).item(), TIE * at.abs().max().item()
         what = (
-            f"sequence {row} parts at new token {step}: {ours} cached, {theirs} uncached, logit gap {gap:.2e}"
+            f"sequence {row} diverges at new token {step}: {ours} cached, {theirs} uncached, "
+            f"logit gap {gap:.2e}"
         )
         if not gap <= tie:
             raise SystemExit(
-                f"cached and uncached greedy decoding differ: {what}, a tie is at most {tie:.2e}"
+                f"cached and uncached greedy decoding differ: {what}; the gap of a tie is at most {tie:.2e}"
             )
         notes.append(f"{what} (a tie: at most {tie:.2e})")
     return "; ".join(notes)

@@ -1,9 +1,8 @@
 """Convert a trained MHA language model to GQA and MLA, and distil each back to the quality of the original.
 
-Trains the MHA model first, or takes a Llama from ``--source``. Prints what every conversion starts at and
-ends at in bits per byte of held-out text, beside the original after as many steps more; draws the recovery
-curves; writes the models as Hugging Face folders. Run it again after an interruption, and it goes on where it
-was.
+Trains the MHA model first, or loads a Llama from ``--source``. Prints the bits per byte of held-out text with
+which every conversion starts and ends, beside the original trained for as many more steps; draws the recovery
+curves; writes the models as Hugging Face folders. After an interruption, run it again to resume.
 """
 
 import argparse
@@ -40,37 +39,42 @@ PRESETS = {
     "tiny": Preset(128, 3, 8, 16, 0, 0, 0, 128, 4, 2_500, 2e-3),
     "small": Preset(512, 8, 8, 64, 0, 0, 0, 512, 32, 2_000, 1e-3),
 }
-STEPS = 1000  # after the conversion
-SHARE = 0.75  # of the rate at which the original was trained
-SOURCE_RATE = 5e-5  # where that is unknown
-# What stays as it was wants smaller steps than what is new, and each gets its own: of the original trained
-# on, 2.172, 2.166 and 2.189 bits a byte at 3e-4, 1e-3 and 2e-3; of its GQA, 1.914 and 1.910 at 1e-3 and
-# 1.5e-3 (tiny preset).
-YARDSTICK_RATE = (
-    2 / 3
-)  # of the students', for STEPS; for fewer so much less, down to where its training ended:
-# 20 steps at 1e-3 make 2.056 of the original's 1.946 bits a byte, and at 1e-4 1.945; 200 steps 1.960 and
-# 1.935.
-DECAY = 0.1  # of weights
-POINTS = 8  # on a curve, and states saved meanwhile
-WINDOWS = 256  # of held-out text for a point, the same ones for every model
+STEPS = 1000  # training steps after the conversion
+SHARE = 0.75  # of the original's peak learning rate, for the students
+SOURCE_RATE = 5e-5  # the original's rate if unknown, i.e. with --source
+# Fraction of the students' rate at which the original itself trains on. Unchanged weights want smaller steps
+# than new ones. Bits per byte by peak learning rate (tiny preset):
+#
+#                       3e-4   1e-3   1.5e-3  2e-3
+#   original, trained   2.172  2.166          2.189
+#   its GQA                    1.914  1.910
+#
+# With fewer than STEPS steps the rate is proportionally smaller, but not below the rate at which the
+# original's training ended. Bits per byte of an original that starts at 1.946:
+#
+#                       1e-4   1e-3
+#   after 20 steps      1.945  2.056
+#   after 200 steps     1.935  1.960
+YARDSTICK_RATE = 2 / 3
+DECAY = 0.1  # weight decay
+POINTS = 8  # points per curve, at each of which the state is saved
+WINDOWS = 256  # held-out windows per point, the same ones for every model
 CALIBRATION_BATCHES = 64
-# Attention layers learn alone until they work again, and no longer: meanwhile the rest learns nothing of the
-# text. After 800 steps at 1e-3, 1.908 bits a byte with a share of 0.08 and 1.914 with one of 0.2 (tiny
-# preset).
-ATTENTION_FIRST = 0.05  # of the steps
+# Fraction of the steps in which only the attention layers train: until they work again and no longer, because
+# the rest of the model learns nothing from the text meanwhile. After 800 steps at 1e-3 (tiny preset): 1.908
+# bits per byte with 0.08, compared with 1.914 with 0.2.
+ATTENTION_FIRST = 0.05
+# Output folders of the conversions that are trained.
 FOLDERS = {
     MEAN: "gqa-mean",
     ALIGNED: "gqa-aligned",
     PRINCIPAL: "gqa",
     LATENT: "mla",
-}  # of those that are trained
+}
 
 
 class Study(NamedTuple):
-    """What is the same for all models of a comparison; ``after`` are the preset's sizes with the steps of
-    recovery.
-    """
+    """Settings of all models in a comparison; ``after`` is the preset with the steps and rate of recovery."""
 
     corpus: Corpus
     preset: Preset
@@ -79,13 +83,16 @@ class Study(NamedTuple):
     out: Path
 
     def score(self, model: Decoder) -> float:
-        """Bits per byte of held-out text."""
+        """Return the bits per byte of held-out text."""
         return held_out_bits(model, self.corpus, self.preset, limit=WINDOWS)
 
     def train(
         self, model: Decoder, preset: Preset, *, name: str, seed: int, teacher: Speaker | None = None
     ) -> Curve:
-        """Train a model on the text, and on what a teacher says of it, or go on, or find it trained."""
+        """Train a model on the text, and if there is a teacher, on the teacher's outputs.
+
+        Resumes an interrupted run; a finished one is only loaded.
+        """
         device = model.embed.weight.device
         sizes = {"batch": preset.batch, "context": preset.context}
         every = -(-preset.steps // POINTS)
@@ -105,29 +112,27 @@ class Study(NamedTuple):
             return train(learner, teacher, batches, recipe, lambda: self.score(model), run)
 
     def recover(self, model: Decoder, original: Decoder, *, name: str) -> Curve:
-        """Train a student of ``original`` likewise, its attention layers first."""
+        """Distil a student from ``original``, training its attention layers first."""
         with speaker(original) as teacher:
             return self.train(model, self.after, name=name, seed=self.seed + 1, teacher=teacher)
 
     def measure(self, name: str, model: Decoder, curve: Curve) -> Result:
-        """The curve with the bytes that a token takes, and if there was training how fast the model
-        decodes.
-        """
+        """Return a Result: the curve, the cache bytes per token, and a trained model's decoding speed."""
         stored = sum(layout.token_bytes for layout in model.kv_layouts())
         rate = decode_rate(model, self.corpus, self.preset.context) if len(curve) > 1 else None
         return Result(name, curve, stored, rate)
 
 
 def speaker(model: Decoder) -> Speaker:
-    """A decoder as distillation hears it."""
+    """Wrap a Decoder as distillation's Speaker."""
     return Speaker(model, [block.attention for block in model.blocks], model)
 
 
 def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[str, Decoder]]:
-    """Convert the original in every way and train what is to be trained: results and models, by name.
+    """Convert the original in every way and train the conversions to keep; return results and models by name.
 
-    The yardstick is the original itself after as many steps on the same batches of what a language model is
-    trained on anyway: what the steps would have bought without a conversion.
+    The yardstick is the original itself after as many more steps on the same batches, with the usual
+    language-model loss: what the steps would have gained without a conversion.
     """
     models = {"MHA, trained on": deepcopy(original)}
     [yardstick] = models
@@ -153,8 +158,9 @@ def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[st
 def export(
     study: Study, original: Decoder, models: dict[str, Decoder], source: Checkpoint | None
 ) -> list[Path]:
-    """Write the original and the students as Hugging Face folders, with a source's tokenizer; returns the
-    folders.
+    """Write the original and the students as Hugging Face folders; return the folders.
+
+    If there is a ``source``, its tokenizer is copied into each folder.
     """
     options = {"context": study.preset.context, "source": source and source.config}
     layer, llama = original.blocks[0].attention, llama_config(original, **options)
@@ -171,8 +177,9 @@ def export(
 
 
 def sizes(options: argparse.Namespace, source: Decoder | None) -> Preset:
-    """The preset, with a source's sizes; by default half the KV heads, and latents of a quarter of the
-    values.
+    """Return the preset, with a source's sizes if there is one.
+
+    By default, the GQA models have half the KV heads, and the MLA models cache a quarter of the values.
     """
     preset = PRESETS[options.preset]
     held = preset.heads
@@ -191,11 +198,11 @@ def sizes(options: argparse.Namespace, source: Decoder | None) -> Preset:
 
 
 def settings(study: Study, source: Checkpoint | None, device: torch.device) -> dict[str, object]:
-    """What decides the result: a run that differs in any of it is another run."""
+    """Return everything that determines the result; a run that differs in any of it is another run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != 1:
         raise ValueError(
-            f"WORLD_SIZE: expected 1, got {world}; this example trains in one process, start it without a "
+            f"WORLD_SIZE: expected 1, got {world}; this example trains in one process; start it without a "
             "launcher"
         )
     after = study.after
@@ -222,7 +229,7 @@ def settings(study: Study, source: Checkpoint | None, device: torch.device) -> d
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,21 +244,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kv-heads", type=int, help="KV heads of the GQA models (default: half)")
     parser.add_argument(
-        "--rope-dim", type=int, help="rotary channels of the MLA models (default: a head, at most 64)"
-    )
-    parser.add_argument("--rank", type=int, help="rank of their latent (default: a quarter of the values)")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"steps after the conversion (default: {STEPS})"
+        "--rope-dim",
+        type=int,
+        help="rotary channels of the MLA models (default: the head dimension, at most 64)",
     )
     parser.add_argument(
-        "--rate", type=float, help=f"their peak learning rate (default: {SHARE} of the original's)"
+        "--rank", type=int, help="latent rank of the MLA models (default: they cache a quarter of the values)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights and of the order of the text (default: 0)"
+        "--steps", type=int, default=STEPS, help=f"training steps after the conversion (default: {STEPS})"
+    )
+    parser.add_argument(
+        "--rate", type=float, help=f"peak learning rate of these steps (default: {SHARE} of the original's)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the order of the text (default: 0)"
     )
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/finetune_gqa"), help="folder for everything written"
+        "--out", type=Path, default=Path("out/finetune_gqa"), help="output folder (default: out/finetune_gqa)"
     )
     return parser.parse_args(arguments)
 
@@ -260,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line.
 
     Raises:
-        SystemExit: a text, a source, a size or a folder that cannot be used; the message says which and why.
+        SystemExit: a text, a source, a size or a folder cannot be used; the message says which and why.
     """
     options = parse(arguments)
     try:
@@ -272,10 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Everything that the command does.
-
-    Raises: as :func:`main`, before it turns errors into SystemExit.
-    """
+    """Run the comparison; raises the errors that :func:`main` turns into SystemExit."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     original, source = (None, None) if options.source is None else load_llama(options.source)
     corpus = load(options.text, **({} if source is None else {"tokens_of": tokens_by(source)}))
@@ -295,17 +303,18 @@ def run(options: argparse.Namespace) -> None:
     picture = options.out / "recovery.png"
     labels = {f"{result.name}, {result.bytes_per_token:,} B/token": result.curve for result in trained}
     untrained = ("the original", results["MHA, trained on"].start)
-    draw(labels, untrained, f"Back to quality on {corpus.name}", "bits per byte", picture)
+    draw(labels, untrained, f"Recovery on {corpus.name}", "bits per byte", picture)
     print(f"{corpus.name}: {corpus.size:,} tokens, a tenth held out")
     print(
-        f"after the conversion {after.steps} steps of {after.batch} x {after.context} tokens for each model\n"
+        f"each model trains for {after.steps} steps of {after.batch} x {after.context} tokens after the "
+        "conversion\n"
     )
     print(table(list(results.values())), "\n")
     print(better(results[ALIGNED], results[MEAN]))
     print(better(results[PRINCIPAL], results[ALIGNED]))
     print(better(results[WHITENED], results[PLAIN]))
     print(close(results[PRINCIPAL], trained[0]))
-    print(f"\nwrote {picture} and {', '.join(folder.name for folder in written)} beside it")
+    print(f"\nwrote {picture} and {', '.join(folder.name for folder in written)} next to it")
 
 
 if __name__ == "__main__":

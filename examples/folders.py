@@ -1,5 +1,6 @@
-"""A Decoder as a Hugging Face checkpoint folder: Llama in and out, DeepSeek-V3 out. Safetensors only, no code
-runs.
+"""Save a Decoder as a Hugging Face checkpoint folder (Llama or DeepSeek-V3), and load one from a Llama's.
+
+Weights are safetensors only, so loading a folder never runs code from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,15 +22,15 @@ from attnlib.convert.checkpoint.writing import write_file
 from attnlib.convert.latent.deepseek import deepseek_config
 from attnlib.convert.text.tokens import tokenizer_of
 
-# Ours to theirs, inside a block and outside; what is not listed has the same name.
+# Our module names to Hugging Face's, inside a block and outside. Names that are not listed stay the same.
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
-TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # any of them
-# What a Llama's config.json may say that a Decoder is not, each with what it must say.
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a folder needs only one of these
+# Keys of a Llama's config.json that a Decoder supports with one value only; a missing key is fine.
 FIXED = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -40,7 +41,7 @@ FIXED = {
 
 
 def their_name(name: str) -> str:
-    """The name of a parameter in a checkpoint, such as ``model.layers.0.self_attn.q_proj.weight``."""
+    """Return the checkpoint name of a parameter, e.g. ``model.layers.0.self_attn.q_proj.weight``."""
     first, rest = name.split(".", 1)
     if first != "blocks":
         return f"{OUTSIDE[first]}.{rest}"
@@ -49,18 +50,20 @@ def their_name(name: str) -> str:
 
 
 def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
-    """The model of a folder with a Llama's config.json and safetensors, in fp32 on the CPU, and the checked
-    folder.
+    """Load a Llama folder (config.json and safetensors) as an fp32 Decoder on the CPU.
+
+    Returns the model and the validated folder.
 
     Raises:
-        ValueError: it is no such folder, unsafe to open, or a Llama with something that a Decoder has not.
+        ValueError: the folder is not a Llama checkpoint, is unsafe to open, or needs a feature that a Decoder
+        lacks.
     """
     checkpoint = read_folder(folder)
     config = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6} | checkpoint.config
     for name, expected in FIXED.items():
         got = config.get(name, expected)
         if got != expected:
-            raise ValueError(f"{CONFIG}: {name}: expected {expected!r}, all that a Decoder has, got {got!r}")
+            raise ValueError(f"{CONFIG}: {name}: expected {expected!r} for a Decoder, got {got!r}")
     for name in ("vocab_size", "intermediate_size"):
         if type(config.get(name)) is not int or config[name] < 1:
             raise ValueError(f"{CONFIG}: {name}: expected a positive int, got {config.get(name)!r}")
@@ -70,7 +73,7 @@ def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
         "head_dim": shape.head_dim,
         "bias": bool(config.get("attention_bias")),
     }
-    with torch.device("meta"):  # a large model is not made twice
+    with torch.device("meta"):  # so that a large model is not allocated twice
         model = Decoder(
             config["vocab_size"],
             shape.width,
@@ -87,9 +90,9 @@ def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
 
 
 def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
-    """Load every parameter, and refuse a folder with fewer, more or others."""
+    """Load every parameter; raise ValueError if the folder's names or shapes differ from the model's."""
     named = {their_name(name): (name, value) for name, value in model.named_parameters()}
-    # Old files repeat the embedding that they tie, and hold the frequencies that rope computes.
+    # Older checkpoints also store the rotary frequencies and the output projection of tied embeddings.
     spare = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
     spare |= {"lm_head.weight"} - named.keys()
     shapes = {name: tuple(value.shape) for name, (_, value) in named.items()}
@@ -100,7 +103,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
         expected, got = shapes.get(name, "none"), found.get(name, "none")
         if expected != got:
             raise ValueError(
-                f"{name}: expected {expected}, as {CONFIG} says, got {got}; it is not such a Llama"
+                f"{name}: expected {expected}, as {CONFIG} says, got {got}; the weights do not fit the config"
             )
     weights = {name: checkpoint.tensors[theirs].load().float() for theirs, (name, _) in named.items()}
     if "lm_head.weight" not in weights:
@@ -111,7 +114,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def save_folder(model: Decoder, folder: Path, config: Mapping[str, object]) -> None:
-    """Write the model under the names of a Llama, or of a DeepSeek-V3, each file whole or not at all."""
+    """Write the model with the parameter names of Llama or DeepSeek-V3; each file is written atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {their_name(name): value.detach() for name, value in model.named_parameters()}
     write_file(folder, WEIGHTS, save(weights, {"format": "pt"}))
@@ -121,7 +124,10 @@ def save_folder(model: Decoder, folder: Path, config: Mapping[str, object]) -> N
 def llama_config(
     model: Decoder, *, context: int, source: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """The config.json of a Decoder with grouped layers in fp32; keys of its ``source``'s are kept."""
+    """Return the config.json of an fp32 Decoder with grouped-query layers.
+
+    If ``source`` is given, its other keys are retained.
+    """
     layer, mlp = model.blocks[0].attention, model.blocks[0].mlp
     rope = {"rope_theta": layer.rope.theta}
     own = {
@@ -137,9 +143,9 @@ def llama_config(
         "rms_norm_eps": model.norm.eps,
         "tie_word_embeddings": model.lm_head.weight is model.embed.weight,
         "attention_bias": layer.q_proj.bias is not None,
-        **rope,  # as transformers 4 reads it
+        **rope,  # the key that transformers 4 reads
         "rope_parameters": {"rope_type": "default", **rope},
-        "bos_token_id": None,  # bytes have neither
+        "bos_token_id": None,  # byte tokens have neither
         "eos_token_id": None,
     }
     fields = {"num_key_value_heads": layer.num_kv_heads, "dtype": "float32", "torch_dtype": "float32"}
@@ -147,10 +153,12 @@ def llama_config(
 
 
 def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
-    """What makes tokens ``[t]`` of a text: the source's tokenizer if it has one, else bytes.
+    """Return a function that encodes text as tokens ``[t]``, by the source's tokenizer if any, else as bytes.
+
+    The function raises ValueError if a token is outside the model's vocabulary.
 
     Raises:
-        ValueError: neither fits the model's vocabulary; when it is made, or called.
+        ValueError: the source's tokenizer cannot be used.
     """
     encode, size = byte_tokens, source.config["vocab_size"]
     if {file.name for file in source.copied} & TOKENIZERS:
@@ -164,8 +172,8 @@ def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
         tokens = encode(data)
         if len(tokens) and int(tokens.max()) >= size:
             raise ValueError(
-                f"text: expected tokens below vocab_size={size}, got {tokens.max()}; the tokenizer is "
-                "another's"
+                f"text: expected tokens below vocab_size={size}, got {tokens.max()}; the tokenizer "
+                "belongs to another model"
             )
         return tokens
 
@@ -173,7 +181,7 @@ def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
 
 
 def copy_tokenizer(source: Checkpoint, folder: Path) -> None:
-    """Copy a source's tokenizer and licence beside the weights of what was made of it."""
+    """Copy a source's tokenizer and licence files into the folder of a converted model."""
     for file in source.copied:
         write_file(folder, file.name, file.read())
 
@@ -181,8 +189,9 @@ def copy_tokenizer(source: Checkpoint, folder: Path) -> None:
 def latent_config(
     model: Decoder, llama: Mapping[str, object], layer: GroupedQueryAttention
 ) -> dict[str, object]:
-    """The config.json of a Decoder with latent layers of DeepSeek's form, made of a Llama's such as
-    ``layer``.
+    """Return the config.json of a Decoder with MLA layers in DeepSeek's form, converted from a Llama.
+
+    ``llama`` is the config of that Llama, and ``layer`` one of its attention layers.
     """
     made = model.blocks[0].attention
     return deepseek_config(llama, made.state_dict(), made.rope, _shape(layer))

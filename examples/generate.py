@@ -4,9 +4,9 @@
     python examples/generate.py fork --answers 4 --temperature 1.2
     python examples/generate.py speculate --tokens 1000
 
-The text streams to the terminal; where there are several, line by line. Without weights in the folder --out,
-a small model is trained first. Without a prompt, fork and speculate go on with a real text: the beginning of
-a module of Python's standard library, which a small model learns by heart (recital.py).
+Text streams to the terminal; several texts are printed line by line. If the folder --out has no weights, a
+small model is trained first. Without a prompt, fork and speculate continue a real text: the beginning of a
+module of Python's standard library, which a small model memorizes first (recital.py).
 """
 
 import argparse
@@ -33,13 +33,13 @@ from attnlib import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws tokens ``[n]`` from logits ``[n, vocab]``: a ``choose`` for :func:`decoding.stream`.
+    """Samples tokens ``[n]`` from logits ``[n, vocab]``: a ``choose`` for :func:`decoding.stream`.
 
-    Only the ``top_k`` likeliest tokens can be drawn, and of these only the likeliest that together reach
-    ``top_p`` of their probability. Temperature 0 is greedy.
+    Only the ``top_k`` most likely tokens are candidates, and of these only the most likely ones that together
+    reach ``top_p`` of their probability. Temperature 0 is greedy.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting is out of its range.
     """
 
     temperature: float = 1.0
@@ -79,11 +79,10 @@ def fork_answers(
 
 
 def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -> KVCache:
-    """The cache of the same answers ``tokens`` ``[steps, n]`` if each stores the prompt for itself.
+    """Decode the answers ``tokens`` ``[steps, n]`` again, each with its own prompt; return that cache.
 
     Raises:
-        SystemExit: its logits are further from those behind the tokens, ``[steps, n, vocab]``, than rounding
-        explains.
+        SystemExit: the logits differ from ``logits`` ``[steps, n, vocab]`` by more than rounding explains.
     """
     cache = paged_cache(model, sequences=tokens.shape[1], length=len(prompt) + len(tokens))
     handles, first = prefill(model, cache, [prompt] * tokens.shape[1])
@@ -101,7 +100,7 @@ def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -
 
 
 class Terminal:
-    """Shows texts as they grow: a single one at once, several line by line, each line with its number."""
+    """Prints texts as they grow: a single text immediately, several line by line with their numbers."""
 
     def __init__(self, prompts: Sequence[str]):
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
@@ -110,7 +109,7 @@ class Terminal:
             self._write(prompts[0])
 
     def show(self, number: int, tokens: Sequence[int]) -> None:
-        """Add tokens to a text."""
+        """Append tokens to a text."""
         more = self._decoders[number].decode(bytes(tokens))
         more = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in more)
         if len(self._lines) == 1:
@@ -121,7 +120,7 @@ class Terminal:
             self._write(f"[{number}] {line}\n")
 
     def close(self) -> None:
-        """Show what has no end of line yet."""
+        """Print the lines that are not finished yet."""
         for number, line in enumerate(self._lines):
             self._write("\n" if len(self._lines) == 1 else f"[{number}] {line}\n")
 
@@ -131,7 +130,7 @@ class Terminal:
 
 
 def run_batch(model: Decoder, options: argparse.Namespace) -> None:
-    """Continue several prompts at once; their ragged lengths are stored in one packed step."""
+    """Continue several prompts at once; prompts of different lengths are stored in one packed step."""
     prompts = [encode(prompt).to(options.device) for prompt in options.prompts]
     cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + options.tokens)
     handles, logits = prefill(model, cache, prompts)
@@ -141,10 +140,12 @@ def run_batch(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def run_fork(model: Decoder, options: argparse.Namespace) -> None:
-    """Give several answers to one prompt, which the cache stores once, and if it is long reads once a step.
+    """Generate several answers to one prompt, which the cache stores once.
+
+    Every step reads a long shared prompt only once.
 
     Raises:
-        SystemExit: without sharing, the answers would be others.
+        SystemExit: without sharing, the answers would differ.
     """
     prompt, count = encode(options.prompt).to(options.device), options.answers
     cache = paged_cache(model, sequences=count, length=len(prompt) + options.tokens, shared_prefixes=1)
@@ -164,18 +165,18 @@ def run_fork(model: Decoder, options: argparse.Namespace) -> None:
     print(f"with sharing, the cache holds    {held[0]}\nwithout sharing, it would hold   {held[1]}")
     print("measured in two caches; the logits of all answers are the same in both, up to rounding")
     if not shared:
-        print("a longer prompt would share pages; without a prompt, fork takes one of a real text")
+        print("a longer prompt would share pages; without a prompt, fork uses a real text")
 
 
 def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
-    """Decode greedily with guesses from the text so far, then without, and compare.
+    """Decode greedily with guesses from the sequence so far, then without, and compare.
 
     Raises:
         SystemExit: the two texts differ by more than ties.
     """
     prompt = encode(options.prompt).to(options.device)
     length, terminal = len(prompt) + options.tokens, Terminal([options.shown])
-    for warm in (False, True):  # the first round warms up, unseen
+    for warm in (False, True):  # the first round warms up and prints nothing
         start, bursts = time.perf_counter(), []
         cache = paged_cache(model, sequences=1, length=length)
         for burst in speculate(model, cache, prompt, draft=options.draft, steps=options.tokens):
@@ -195,7 +196,7 @@ def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
     print(note or "the same text as plain greedy decoding, token by token")
     if options.expected is not None:
         right = sum(a == b for a, b in zip(guided, options.expected.tolist(), strict=False))
-        print(f"{right:,} of {len(guided):,} tokens are those of the real text")
+        print(f"{right:,} of {len(guided):,} tokens match the real text")
     guessed, accepted = sum(burst.guessed for burst in bursts), len(guided) - len(bursts)
     print(f"{guessed:,} tokens were guessed from the text so far, and {accepted:,} of them were right")
     print(
@@ -206,19 +207,20 @@ def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def real_text(options: argparse.Namespace) -> Decoder:
-    """The model that knows a real text by heart. Its beginning is the prompt, of which the last line is
-    shown.
+    """Return the model that memorized a real text.
+
+    The beginning of the text becomes the prompt, of which only the last line is printed.
     """
     text = recital.load_text()
     options.prompt, options.expected = bytes(text[: recital.PROMPT].tolist()).decode(), text[recital.PROMPT :]
     options.shown = options.prompt.rpartition("\n")[2]
     model = recital.load_or_learn(options.variant, text, options.out, options.device)
-    print(f"the prompt is the first {recital.PROMPT:,} bytes of Python's bisect.py; it ends so:")
+    print(f"the prompt is the first {recital.PROMPT:,} bytes of Python's bisect.py; it ends with:")
     return model
 
 
 def load_or_train(options: argparse.Namespace) -> Decoder:
-    """The model in ``options.out``; if it is not there, a small one trained and saved there first."""
+    """Load the model from ``options.out``; if it is missing, train a small one and save it there first."""
     path = options.out / f"{options.variant}.safetensors"
     if not path.exists():
         preset = PRESETS["tiny"]._replace(steps=options.train_steps)
@@ -262,27 +264,33 @@ def _prompt(text: str) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, default=Path("out"), help="folder of the weights (default: out)")
     common.add_argument(
-        "--variant", choices=VARIANTS, default="gqa", help="which model to use (default: gqa)"
+        "--variant", choices=VARIANTS, default="gqa", help="attention variant of the model (default: gqa)"
     )
     common.add_argument(
-        "--tokens", type=_at_least_one, default=200, help="new tokens of each text (default: 200)"
+        "--tokens", type=_at_least_one, default=200, help="new tokens per text (default: 200)"
     )
     common.add_argument(
-        "--train-steps", type=_at_least_one, default=200, help="if there are no weights (default: 200)"
+        "--train-steps",
+        type=_at_least_one,
+        default=200,
+        help="training steps if there are no weights (default: 200)",
     )
     common.add_argument("--device", help="where to run (default: a GPU if there is one)")
     sampling = argparse.ArgumentParser(add_help=False)
     sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    sampling.add_argument("--top-k", type=int, help="draw only from the k likeliest tokens")
+    sampling.add_argument("--top-k", type=int, help="sample only from the k most likely tokens")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, help="draw only from the likeliest with this share"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample only from the most likely tokens that reach this probability",
     )
     sampling.add_argument(
-        "--seed", type=int, default=0, help="the same seed draws the same text (default: 0)"
+        "--seed", type=int, default=0, help="the same seed gives the same text (default: 0)"
     )
 
     parser = argparse.ArgumentParser(
@@ -295,14 +303,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     batch.add_argument("prompts", nargs="+", type=_prompt, metavar="PROMPT")
     batch.set_defaults(run=run_batch)
     fork = commands.add_parser(
-        "fork", parents=[common, sampling], help="several answers that share a stored prompt"
+        "fork", parents=[common, sampling], help="generate several answers that share a stored prompt"
     )
-    fork.add_argument("prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: of a real text")
-    fork.add_argument("--answers", type=_at_least_one, default=4, help="how many (default: 4)")
+    fork.add_argument(
+        "prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: the beginning of a real text"
+    )
+    fork.add_argument("--answers", type=_at_least_one, default=4, help="number of answers (default: 4)")
     fork.set_defaults(run=run_fork)
-    guess = commands.add_parser("speculate", parents=[common], help="greedy decoding sped up by guesses")
-    guess.add_argument("prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: of a real text")
-    guess.add_argument("--draft", type=_at_least_one, default=8, help="guesses in a step (default: 8)")
+    guess = commands.add_parser("speculate", parents=[common], help="decode greedily, sped up by guesses")
+    guess.add_argument(
+        "prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: the beginning of a real text"
+    )
+    guess.add_argument("--draft", type=_at_least_one, default=8, help="guesses per step (default: 8)")
     guess.set_defaults(run=run_speculate)
     options = parser.parse_args(arguments)
     options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -310,7 +322,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate as the command line says."""
+    """Generate text as the command line says."""
     options = parse(arguments)
     if getattr(options, "prompt", "") is None:
         model = real_text(options)

@@ -1,8 +1,10 @@
-"""A model of transformers on attnlib: the same tokens as on its own attentions, and how fast each is.
+"""Generate with a transformers model on attnlib, and compare tokens and speed with transformers' attention.
 
-The last rows are attnlib's attention with a cache of pages, and its layers in the place of the model's.
+Runs the same prompts with transformers' "eager" and "sdpa" attention, with attnlib's attention ("attnlib"),
+with attnlib's attention over a paged cache ("pages"), and with attnlib's layers in place of the model's
+("layers").
 
-With ``--model`` a folder or a name on the Hub, else a small Llama with random weights.
+``--model`` takes a folder or a name on the Hub; by default, a small Llama with random weights is used.
 """
 
 import argparse
@@ -16,19 +18,19 @@ from attnlib.integrations import transformers as hf
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the argument parser."""
     made = argparse.ArgumentParser(prog="hf_generate.py", description=__doc__)
-    made.add_argument("--model", help="a folder with a model of transformers, or its name on the Hub")
-    made.add_argument("--batch", type=int, default=4, metavar="N", help="sequences (4)")
+    made.add_argument("--model", help="folder of a transformers model, or its name on the Hub")
+    made.add_argument("--batch", type=int, default=4, metavar="N", help="number of sequences (4)")
     made.add_argument(
-        "--prompt", type=int, default=64, metavar="N", help="tokens of each prompt, random ones (64)"
+        "--prompt", type=int, default=64, metavar="N", help="tokens per prompt, drawn at random (64)"
     )
     made.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
     return made
 
 
 def load(name: str | None, device: str) -> PreTrainedModel:
-    """A model; without a name a small one with random weights."""
+    """Load a model by name, or make a small Llama with random weights."""
     torch.manual_seed(0)
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
@@ -39,7 +41,7 @@ def load(name: str | None, device: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Generate with each attention; returns 1 where tokens differ in fp32."""
+    """Generate with each attention; return 1 if the tokens differ in fp32, else 0."""
     options = parser().parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hf.register()
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         3, model.config.get_text_config().vocab_size, (options.batch, options.prompt), device=device
     )
     mask = torch.ones_like(prompt)
-    for row in range(options.batch):  # padded on the left, as prompts of several lengths are
+    for row in range(options.batch):  # left padding, as in a batch of prompts with different lengths
         mask[row, : row * options.prompt // (2 * options.batch)] = 0
     wanted = {
         "attention_mask": mask,
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.perf_counter() - start
         print(f"{name:8} {options.batch * options.new / seconds:8.0f} tokens/s")
     same = all(torch.equal(x, found["eager"]) for x in found.values())
-    print("the same tokens" if same else f"tokens differ, in {model.dtype}")
+    print("the same tokens" if same else f"the tokens differ (computed in {model.dtype})")
     return int(not same and model.dtype == torch.float32)
 
 

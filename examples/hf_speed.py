@@ -1,11 +1,10 @@
-"""How fast models of transformers run on attnlib: prompts and decoding, beside transformers' own ways.
+"""Time transformers models on attnlib, for prompts and decoding, beside transformers' own attention.
 
-    python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a graph over
-    pages python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: latents expanded, and
-    absorbed
+    python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a CUDA graph
+    python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: expanded and absorbed MLA
 
-Weights are random. Tokens are compared first, in fp32 and over short prompts, and a way that differs is not
-timed. ``--small`` is for machines without a GPU.
+Weights are random. Tokens are compared first, in fp32 and with short prompts; an implementation whose tokens
+differ is not timed. ``--small`` is for machines without a GPU.
 """
 
 import argparse
@@ -32,7 +31,7 @@ PAGE = 64
 
 
 class Case(NamedTuple):
-    """A model, and how many rows of how many tokens it decodes."""
+    """A model config with full and small sizes, and the batch size and context length to time."""
 
     config: Callable[..., Any]
     sizes: Mapping[str, Any]
@@ -74,7 +73,7 @@ CASES = {
 
 
 def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """The same random model on sdpa and on attnlib, which share their weights."""
+    """Make the same random model on sdpa and on attnlib, with shared weights."""
     torch.manual_seed(0)
     config = case.config(
         **dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None
@@ -85,7 +84,7 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
     with torch.device("meta"):
         ours = _model(config, dtype, "attnlib")
     ours.load_state_dict(made["sdpa"].state_dict(), assign=True)
-    for name, x in made["sdpa"].named_buffers():  # those that no state dict has
+    for name, x in made["sdpa"].named_buffers():  # buffers that are not in the state dict
         parent, _, last = name.rpartition(".")
         setattr(ours.get_submodule(parent), last, x)
     ours.model.rotary_emb = made["sdpa"].model.rotary_emb
@@ -94,13 +93,13 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
 
 
 def _model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A random model with a config of its own, since that says which attention its layers call."""
+    """Make a random model with its own copy of the config, because the config selects the attention."""
     config = copy.deepcopy(config)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder:
-    """examples/decoder.py's model with the same weights, of a Llama."""
+    """Return a Decoder (examples/decoder.py) with the weights of a transformers Llama."""
     config, layers = model.config, model.model.layers
     made = Decoder(
         config.vocab_size,
@@ -121,7 +120,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
 
 
 def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int], Tensor]:
-    """What gives ``new`` tokens after prompts ``[b, t]`` by transformers' own loop."""
+    """Return a function that generates ``new`` tokens after prompts ``[b, t]`` by transformers' own loop."""
 
     def run(ids: Tensor, new: int) -> Tensor:
         wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
@@ -133,7 +132,7 @@ def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int
 
 
 def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
-    """The same over pages, made for the prompts and the new tokens."""
+    """Return a function that generates by transformers' own loop, with a paged cache made for each call."""
 
     def run(ids: Tensor, new: int) -> Tensor:
         pages = ids.shape[0] * -(-(ids.shape[1] + new) // PAGE)
@@ -144,19 +143,21 @@ def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
 
 
 class ByGraph:
-    """The same by a Decoder over pages, whose steps are one CUDA graph, captured once for prompts of a size;
-    without a GPU they are eager."""
+    """Generates with a Decoder over a paged cache; on a GPU, each step replays a CUDA graph.
+
+    The graph is captured once per size of the prompts. Without a GPU, steps run eagerly.
+    """
 
     def __init__(self, model: Decoder):
-        self.model, self.room = model, None
+        self.model, self.size = model, None
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, new: int) -> Tensor:
-        """``new`` tokens after prompts ``[b, t]``."""
-        room = len(ids), ids.shape[1] + new
-        if room != self.room:
-            self.cache = paged_cache(self.model, sequences=room[0], length=room[1], page_size=PAGE)
-            self.room, self.graph, self.tokens = room, None, ids.new_zeros(len(ids))
+        """Return ``new`` tokens after prompts ``[b, t]``."""
+        size = len(ids), ids.shape[1] + new
+        if size != self.size:
+            self.cache = paged_cache(self.model, sequences=size[0], length=size[1], page_size=PAGE)
+            self.size, self.graph, self.tokens = size, None, ids.new_zeros(len(ids))
         handles, logits = prefill(self.model, self.cache, list(ids))
         self.tokens.copy_(greedy(logits))
         found = [self.tokens.clone()]
@@ -168,7 +169,7 @@ class ByGraph:
         return torch.stack(found, 1)
 
     def _step(self, layers: Sequence) -> None:
-        """Put the next tokens in the place of the last ones."""
+        """Replace the last tokens with the next ones."""
         if self.graph is not None:
             self.graph.replay()
         elif self.tokens.is_cuda:
@@ -181,7 +182,7 @@ class ByGraph:
 
 
 def _captured(step: Callable[[], Tensor], tokens: Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of ``step``, run once; what it does before the capture is undone."""
+    """Capture ``step`` as a CUDA graph and replay it once; the warm-up before the capture is undone."""
     before, stream = tokens.clone(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -196,7 +197,7 @@ def _captured(step: Callable[[], Tensor], tokens: Tensor) -> torch.cuda.CUDAGrap
 
 
 def ways(made: Mapping[str, PreTrainedModel]) -> dict[str, Callable[[Tensor, int], Tensor]]:
-    """Who generates, by name."""
+    """Return the implementations to compare, by name."""
     sdpa, ours = made["sdpa"], made["attnlib"]
     found = {
         "sdpa": by_generate(sdpa),
@@ -210,7 +211,7 @@ def ways(made: Mapping[str, PreTrainedModel]) -> dict[str, Callable[[Tensor, int
 
 
 def seconds(run: Callable[[], object], device: str, calls: int = 3) -> float:
-    """Of the quickest of a few calls, after one that prepares."""
+    """Return the time of the fastest of ``calls`` calls, after one warm-up call."""
     taken = []
     for _ in range(calls + 1):
         if device == "cuda":
@@ -225,7 +226,7 @@ def seconds(run: Callable[[], object], device: str, calls: int = 3) -> float:
 
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens, then time; returns 1 where tokens differ."""
+    """Compare tokens, then time; return 1 if tokens differ, else 0."""
     parser = argparse.ArgumentParser(prog="hf_speed.py", description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--small", action="store_true", help="small sizes, for a machine without a GPU")

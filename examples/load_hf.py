@@ -1,10 +1,10 @@
-"""A folder with a model of transformers, run by examples/decoder.py over attnlib's paged cache.
+"""Run a folder with a transformers model by examples/decoder.py, over attnlib's paged cache.
 
     python examples/load_hf.py FOLDER 'The capital of France is' 'def main(' --new 40
 
-The weights stream from safetensors, one layer at a time, into the device; nothing of the folder is executed,
-and transformers reads only its config and its tokenizer. ``--check`` loads transformers' own model too, and
-compares.
+The weights stream from safetensors to the device, one layer at a time. No code from the folder is executed,
+and transformers reads only its config and tokenizer. ``--check`` also loads transformers' own model, and
+compares the tokens.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from decoder import Decoder
-from decoding import TIE, greedy, paged_cache, prefill, stream
+from decoding import TIE, decode_cached
 from folders import their_name, tokens_by
 from torch import Tensor
 from tqdm import tqdm
@@ -25,7 +25,7 @@ from attnlib.convert.stock import load_model, read_config
 from attnlib.convert.text.tokens import tokenizer_of
 from attnlib.integrations import transformers as hf
 
-# Families whose blocks are those of a Decoder: norms first, and a gated MLP with SiLU.
+# Model families with a Decoder's blocks: pre-norm, and a gated MLP with SiLU.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 FIXED = {"hidden_act": "silu", "mlp_bias": False}
 LAYER, ATTENTION = "model.layers.{}.", "self_attn."
@@ -34,10 +34,11 @@ LAYER, ATTENTION = "model.layers.{}.", "self_attn."
 def load(
     folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[Decoder, Checkpoint]:
-    """The model of a folder, in its own dtype or in ``dtype``, and the checked folder.
+    """Load the model of a folder, in its own dtype or in ``dtype``; return it and the validated folder.
 
     Raises:
-        ValueError: it is no such folder, unsafe to open, or a model with something that a Decoder has not.
+        ValueError: the folder is not a checkpoint, is unsafe to open, or needs a feature that a Decoder
+        lacks.
     """
     checkpoint = read_folder(folder)
     config = read_config(checkpoint)
@@ -45,9 +46,7 @@ def load(
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {config.model_type!r}")
     for name, expected in FIXED.items():
         if getattr(config, name, expected) != expected:
-            raise ValueError(
-                f"{name}: expected {expected!r}, all that a Decoder has, got {getattr(config, name)!r}"
-            )
+            raise ValueError(f"{name}: expected {expected!r} for a Decoder, got {getattr(config, name)!r}")
     with torch.device("meta"):
         model = Decoder(
             config.vocab_size,
@@ -65,7 +64,7 @@ def load(
 def _fill(
     model: Decoder, config: PreTrainedConfig, checkpoint: Checkpoint, place: Callable[[Tensor], Tensor]
 ) -> None:
-    """Load every parameter, and refuse a folder with fewer or more."""
+    """Load every parameter; raise ValueError if the folder has too few or too many."""
     left = set(checkpoint.tensors)
 
     def take(name: str) -> Tensor:
@@ -83,7 +82,7 @@ def _fill(
     for name, _ in model.named_parameters():
         if name not in weights:
             weights[name] = take(their_name(name))
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # files may repeat the embedding
+    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some files store it, too
     if extra := sorted(name for name in left - spare if not name.endswith("rotary_emb.inv_freq")):
         raise ValueError(f"{extra[0]}: a Decoder has no such weight")
     model.load_state_dict(weights, assign=True, strict=not config.tie_word_embeddings)
@@ -91,18 +90,9 @@ def _fill(
         model.lm_head.weight = model.embed.weight
 
 
-def generate(
-    model: Decoder, prompts: Sequence[Tensor], new: int, choose: Callable[[Tensor], Tensor] = greedy
-) -> Tensor:
-    """``new`` tokens after each prompt ``[t]``: ``[n, new]``, from a paged cache."""
-    cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + new)
-    handles, logits = prefill(model, cache, prompts)
-    return torch.stack(list(stream(model, cache, handles, logits, choose=greedy, steps=new)), 1)
-
-
 @torch.no_grad()
 def check(model: Decoder, checkpoint: Checkpoint, prompts: Sequence[Tensor], found: Tensor) -> str:
-    """Compare with transformers' own model, which reads each text at once.
+    """Compare the tokens with those of transformers' own model, which reads each sequence in one pass.
 
     Raises:
         SystemExit: a token differs by more than rounding.
@@ -118,9 +108,9 @@ def check(model: Decoder, checkpoint: Checkpoint, prompts: Sequence[Tensor], fou
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, generate, and say how fast."""
+    """Load a model, generate, and print the speed."""
     parser = argparse.ArgumentParser(prog="load_hf.py", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="with config.json and safetensors")
+    parser.add_argument("folder", type=Path, help="folder with config.json and safetensors")
     parser.add_argument("prompts", nargs="+", help="texts to continue")
     parser.add_argument("--new", type=int, default=40, metavar="N", help="tokens to generate (40)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -133,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"load_hf.py: {error}") from error
     start = time.perf_counter()
-    found = generate(model, prompts, options.new)
+    found = decode_cached(model, prompts, options.new)
     seconds = time.perf_counter() - start
     for text, tokens in zip(options.prompts, found.tolist(), strict=True):
         print(f"{text}{_text(checkpoint, tokens)}\n")
@@ -144,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _text(checkpoint: Checkpoint, tokens: list[int]) -> str:
-    """The text of tokens, by the folder's tokenizer if it has one, else of bytes."""
+    """Decode tokens with the folder's tokenizer if it has one, else as bytes."""
     if not any(file.name.startswith("tokenizer") for file in checkpoint.copied):
         return bytes(token % 256 for token in tokens).decode(errors="replace")
     return tokenizer_of(checkpoint).decode(tokens, skip_special_tokens=True)

@@ -1,7 +1,6 @@
-"""Ready-made masks as pictures: which keys each query sees, and which tiles a tile-by-tile attention has to
-visit.
+"""Draw the ready-made masks: the keys that each query sees, and the tiles that a kernel must visit.
 
-Prints, of each mask, how many of its tiles are full, partial and empty, and writes ``mask_gallery.png``.
+Prints the number of full, partial and empty tiles of each mask, and writes ``mask_gallery.png``.
 """
 
 import argparse
@@ -19,19 +18,19 @@ EMPTY, PARTIAL, FULL_TILE = range(3)
 
 
 class Panel(NamedTuple):
-    """Bool ``[s, t]``: which pairs a mask shows; and of each tile whether it is empty, partial or full."""
+    """A mask as bool ``[s, t]``, and for each tile whether it is empty, partial or full."""
 
     seen: Tensor
     tiles: Tensor
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many tiles are full, partial and empty."""
+        """The number of full, partial and empty tiles."""
         return tuple(int((self.tiles == kind).sum()) for kind in (FULL_TILE, PARTIAL, EMPTY))
 
 
 def gallery(tokens: int) -> Mapping[str, AnyMask]:
-    """Masks by name, for a sequence of so many tokens."""
+    """Return masks by name, for a sequence of ``tokens`` tokens."""
     number = torch.arange(tokens)
     thirds = (3 * number // tokens)[None].int()
     spans = torch.where((number // (tokens // 8)) % 4 == 1, number // (tokens // 8), -1)[None].int()
@@ -57,7 +56,7 @@ def gallery(tokens: int) -> Mapping[str, AnyMask]:
 
 
 def panel(mask: AnyMask, tokens: int, size: int) -> Panel:
-    """What the first head of the first sequence sees, by tiles of ``size`` x ``size``."""
+    """Evaluate a mask for head 0 of sequence 0, and classify its ``size`` x ``size`` tiles."""
     zero, i, j = torch.tensor(0), torch.arange(tokens)[:, None], torch.arange(tokens)
     seen = mask.visible(i, j) if isinstance(mask, Mask) else mask.visible(zero, zero, i, j, zero)
     seen = seen.broadcast_to(tokens, tokens)
@@ -66,7 +65,7 @@ def panel(mask: AnyMask, tokens: int, size: int) -> Panel:
 
 
 def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
-    """Write the pictures of all masks, four in a row."""
+    """Write one picture of all masks, four per row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,8 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=128, help="a multiple of 16 (default: 128)")
-    parser.add_argument("--tile", type=int, default=16, help="a divisor of the tokens (default: 16)")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="sequence length, a multiple of 16 (default: 128)"
+    )
+    parser.add_argument("--tile", type=int, default=16, help="tile size, a divisor of --tokens (default: 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     options = parser.parse_args(arguments)
     if options.tokens < 16 or options.tokens % 16:

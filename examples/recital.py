@@ -1,8 +1,9 @@
-"""A small model that knows a real text by heart: the beginning of a module of Python's standard library.
+"""A small model that memorizes a real text: the beginning of a module of Python's standard library.
 
-A byte model as small as these writes nothing sensible, and at temperature 0 soon repeats one word. What forks
-share and what a draft guesses right is better seen on a real text. So the model learns one until it recites
-it. In ``bisect`` one function is much like the next, and a reader of the first can guess some of the others.
+A byte model this small writes nothing sensible, and at temperature 0 it soon repeats one word. Real text
+shows better how forks share a prompt and how many guesses of a draft are right, so the model trains on one
+text until it can recite it. The functions of ``bisect`` resemble each other, so a reader of the first can
+guess some of the others.
 """
 
 import bisect
@@ -19,12 +20,12 @@ from training import make_optimizer, optimise, text_bits
 from variants import PRESETS, Preset
 
 LENGTH = 2048  # bytes of the text
-PROMPT = 1024  # of them a prompt
+PROMPT = 1024  # bytes of the text that are the prompt
 LEARNING = {"layers": 2, "batch": 1, "steps": 200, "learning_rate": 4e-3}
 
 
 def load_text(path: Path = Path(bisect.__file__)) -> Tensor:
-    """The first bytes of a file, as tokens ``[t]`` int64.
+    """Return the first LENGTH bytes of a file, as tokens ``[t]`` int64.
 
     Raises:
         ValueError: the file is too short.
@@ -36,14 +37,12 @@ def load_text(path: Path = Path(bisect.__file__)) -> Tensor:
 
 
 def load_or_learn(variant: str, text: Tensor, folder: Path, device: torch.device) -> Decoder:
-    """The model in ``folder`` that knows this text; if it is not there, it learns the text and is kept
-    there.
-    """
+    """Load the model that memorized this text from ``folder``; if it is missing, train and save it first."""
     digest = hashlib.sha256(bytes(text.tolist())).hexdigest()[:8]
     path = folder / f"{variant}-by-heart-{digest}.safetensors"
     if not path.exists():
         print(
-            f"a small {variant} model learns {len(text):,} bytes by heart first, and is kept in {path}",
+            f"a small {variant} model memorizes {len(text):,} bytes first, and is saved to {path}",
             flush=True,
         )
         preset = PRESETS["tiny"]._replace(context=len(text) - 1, **LEARNING)
@@ -56,7 +55,7 @@ def load_or_learn(variant: str, text: Tensor, folder: Path, device: torch.device
 
 
 def learn(model: Decoder, text: Tensor, preset: Preset, *, label: str) -> list[float]:
-    """Show the whole text to the model once a step; returns the loss of each in bits per byte."""
+    """Train on the whole text in every step; return the loss of each step in bits per byte."""
 
     def shown() -> Iterator[Tensor]:
         for _ in range(preset.steps):

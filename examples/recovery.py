@@ -1,4 +1,4 @@
-"""What a conversion cost and what training got back, as a table and as verdicts."""
+"""Report the cost of a conversion and what training recovered, as a table and as verdicts."""
 
 import time
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from text import Corpus
 
 from attnlib.finetune.state import Curve
 
-SEQUENCES = 8  # decoded at once
-CLOSE = 0.01  # how much worse than its yardstick a recovered model may be
+SEQUENCES = 8  # sequences that decode at once
+CLOSE = 0.01  # largest relative loss of a recovered model over its baseline
 
 
 class Result(NamedTuple):
-    """What was measured of one model; ``curve`` is a single point of one that was not trained."""
+    """The measurements of one model; the ``curve`` of a model without training is a single point."""
 
     name: str
     curve: Curve
     bytes_per_token: int
-    rate: float | None  # decoded tokens a second
+    rate: float | None  # decoded tokens per second
 
     @property
     def start(self) -> float:
@@ -32,8 +32,9 @@ class Result(NamedTuple):
 
 
 def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
-    """Tokens a second of greedy decoding from a paged cache, SEQUENCES at once, from half a context to a
-    whole one.
+    """Measure greedy decoding from a paged cache, in tokens per second over SEQUENCES sequences at once.
+
+    The sequences grow from half a context to a whole one.
     """
     device, half = model.embed.weight.device, context // 2
     prompts = [corpus.held_out[i % len(corpus.held_out), :half].long().to(device) for i in range(SEQUENCES)]
@@ -47,7 +48,7 @@ def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row per model, in Markdown; the first one is what the others are measured against."""
+    """Format one Markdown row per model; the first model is the baseline of the others."""
     names = [
         "model".ljust(20),
         "cache B/token",
@@ -72,13 +73,13 @@ def table(results: Sequence[Result]) -> str:
 
 
 def better(good: Result, poor: Result) -> str:
-    """Whether one conversion starts better than another, as a line."""
+    """Format a line that says if one conversion starts better than another."""
     verdict = "better" if good.start < poor.start else "NOT better"
     return f"{good.name} starts at {good.start:.4f} bits/byte, {poor.name} at {poor.start:.4f}: {verdict}"
 
 
 def close(student: Result, yardstick: Result) -> str:
-    """Whether a student came back to within CLOSE of its yardstick, as a line."""
+    """Format a line that says if a student ends within CLOSE of its baseline."""
     worse = student.end / yardstick.end - 1
     verdict = f"within {CLOSE:.0%}" if worse <= CLOSE else f"NOT within {CLOSE:.0%}"
     return (

@@ -1,4 +1,4 @@
-"""A run that can stop anywhere and go on: its folder knows with which settings it was begun."""
+"""A resumable run: its folder records the settings with which it was started."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +10,10 @@ SETTINGS = "settings.json"
 
 
 def claim(folder: Path, settings: Mapping[str, object]) -> None:
-    """Begin a run with these settings in ``folder``, or go on with one that was begun with the same.
+    """Start a run with these settings in ``folder``, or resume one that was started with the same settings.
 
     Raises:
-        ValueError: the folder's run has other settings, or settings that are no JSON.
+        ValueError: the run in the folder has other settings, or its settings file is not JSON.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
@@ -24,6 +24,6 @@ def claim(folder: Path, settings: Mapping[str, object]) -> None:
         expected, got = begun.get(name), settings.get(name)
         if expected != got:
             raise ValueError(
-                f"{name}: expected {expected!r}, with which the run in {folder} was begun, got {got!r}; "
+                f"{name}: expected {expected!r}, as in the run that was started in {folder}, got {got!r}; "
                 "give the same options, another --out, or delete the folder"
             )

@@ -1,11 +1,12 @@
-"""Continuous batching: which requests run in the next step of a decoder over one KVCache. No tensors, no
-model.
+"""A continuous-batching scheduler: which requests run in the next step of a decoder over one KVCache.
 
-A request's prompt and its answer are one text, of which the cache has stored a beginning. A chunk of a
-prompt, a single new token, and what a preempted request must store again are then the same thing: the next
-tokens of a text. Requests join and leave between any two steps (Yu et al., 2022, "Orca"); a preempted one
-gives back its pages and is stored again later (Kwon et al., 2023, arXiv 2309.06180); steps mix prompts with
-new tokens (Agrawal et al., 2024, arXiv 2403.02310).
+The scheduler handles no tensors and no model. A request's prompt and answer form one sequence, and the cache
+has stored its beginning. A chunk of a prompt, a single new token, and the tokens that a preempted request
+must store again are then all the same: the next tokens of a sequence.
+
+- Requests join and leave between any two steps (Yu et al., 2022, "Orca").
+- A preempted request gives back its pages and is stored again later (Kwon et al., 2023, arXiv 2309.06180).
+- Steps mix prompts with new tokens (Agrawal et al., 2024, arXiv 2403.02310).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from attnlib.sizes import cache_bytes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """At most ``new_tokens`` tokens are asked for after ``prompt``, ``end`` being the last one if it comes.
+    """A request for up to ``new_tokens`` tokens after ``prompt``, or fewer if the token ``end`` is generated.
 
-    ``arrival`` counts steps. A higher ``priority`` goes first.
+    ``arrival`` is the step at which the request arrives. A higher ``priority`` is served first.
     """
 
     prompt: Sequence[int]
@@ -32,9 +33,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request that was submitted as the ``number``-th; it has a ``handle`` in the cache while it is
-    live.
-    """
+    """The ``number``-th request that was submitted; it has a ``handle`` in the cache while it is live."""
 
     request: Request
     number: int
@@ -43,7 +42,7 @@ class Stream:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Orders streams, the first to be served being the least."""
+        """The sort key of streams: the smallest is served first."""
         return -self.request.priority, self.number
 
     @property
@@ -53,23 +52,25 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete."""
+        """True if the answer is complete."""
         new = len(self.text) - len(self.request.prompt)
         return new == self.request.new_tokens or (new > 0 and self.text[-1] == self.request.end)
 
 
 class Scheduler:
-    """Decides who runs: of all requests by rank, as many as have room for their texts so far, until one has
-    not.
+    """Decides which requests run: it admits them by rank until one does not fit into the free pages.
 
-    Everything follows from this one rule. When texts outgrow the pages, the last by rank is preempted; a
-    request of higher priority displaces lower ones; nobody overtakes whom the rule puts first. The first by
-    rank always runs, and a request that could not even run alone is refused, so every one ends unless higher
-    priorities never cease to come.
+    Everything follows from this rule:
 
-    ``cache`` is empty, but for ``shared``: a stored prompt that all requests continue; theirs begin after it.
-    It has as many pages as sequences, the same number for every window, and ``max_length`` tokens at most in
-    each. ``budget`` bounds the tokens of a step.
+    - If sequences outgrow the pages, the request that ranks last is preempted.
+    - A request of higher priority displaces requests of lower priority.
+    - No request overtakes one that ranks before it.
+    - The request that ranks first always runs, and a request that could not run even on its own is refused.
+      So every request finishes, unless higher-priority requests keep arriving.
+
+    ``cache`` must be empty, except for ``shared``: a stored prompt that all requests continue. The cache
+    needs as many ``max_sequences`` as pages, the same number of pages for every window, and sequences of at
+    most ``max_length`` tokens. ``budget`` is the largest number of tokens per step.
     """
 
     def __init__(self, cache: KVCache, *, max_length: int, budget: int, shared: Handle | None = None):
@@ -82,16 +83,16 @@ class Scheduler:
         self.shared_length = 0 if shared is None else cache.length(shared)
         self.page_bytes = cache_bytes(cache.layouts, [1], page_size=cache.page_size)
         self.pages = cache.nbytes // self.page_bytes - -(-self.shared_length // cache.page_size)
-        self.live: list[Stream] = []  # by rank since the last plan, as are those who wait
+        self.live: list[Stream] = []  # sorted by rank in plan(), like `waiting`
         self.waiting: list[Stream] = []
         self.preemptions = 0
         self._submitted = 0
 
     def submit(self, request: Request) -> Stream:
-        """Let a request wait for its turn.
+        """Add a request to the waiting ones.
 
         Raises:
-            ValueError: it has no prompt, asks for nothing, or would not fit if it were alone.
+            ValueError: the request has no prompt, asks for no tokens, or would not fit even on its own.
         """
         prompt, new = len(request.prompt), request.new_tokens
         if prompt < 1 or new < 1:
@@ -109,9 +110,9 @@ class Scheduler:
         return stream
 
     def plan(self) -> dict[Stream, int]:
-        """Preempt and admit, and return how many tokens of which texts the next step is to store.
+        """Preempt and admit requests; return how many tokens each stream stores in the next step.
 
-        New tokens come before prompts, which share what remains of the budget by rank.
+        New tokens come first; prompts share the rest of the budget by rank.
         """
         arrived = sorted(self.live + self.waiting, key=lambda stream: stream.rank)
         fitting, free = 0, self.pages
@@ -140,9 +141,10 @@ class Scheduler:
         return {stream: n for stream, n in plan.items() if n}
 
     def advance(self, plan: Mapping[Stream, int], likeliest: Sequence[int]) -> list[Stream]:
-        """Take note of a step: the token that comes after what each stream of the plan has stored now.
+        """Record a step: ``likeliest`` holds the token after each planned stream's stored tokens.
 
-        Where a whole text is stored, its answer grows; streams that are done end and are returned.
+        The token extends the sequences that are stored completely. Streams that are done are released and
+        returned.
         """
         for stream, token in zip(plan, likeliest, strict=True):
             if self.stored(stream) == len(stream.text):
@@ -154,13 +156,13 @@ class Scheduler:
         return done
 
     def stored(self, stream: Stream) -> int:
-        """How many tokens of its text a live stream has stored."""
+        """Return how many tokens of a live stream are stored, without the shared prompt."""
         return self.cache.length(stream.handle) - self.shared_length
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens of one text take, beside the whole pages of the shared prompt.
+        """Return the pages that ``tokens`` tokens of a sequence take, without the shared prompt's full pages.
 
-        In the page that the shared prompt fills in part, every text needs a copy of its own.
+        If the shared prompt ends inside a page, every sequence needs its own copy of that page.
         """
         size = self.cache.page_size
         return -(-(self.shared_length + tokens) // size) - self.shared_length // size

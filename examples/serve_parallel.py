@@ -1,12 +1,12 @@
-"""Decode with several GPUs: each has some of the heads, and a part of every sequence's cache.
+"""Decode on several GPUs: each rank computes some of the heads and stores part of every sequence's cache.
 
     python examples/serve_parallel.py                            # one process
     torchrun --nproc-per-node 8 examples/serve_parallel.py
 
-Projections and MLPs are shared out by heads and channels (tensor parallelism). MLA's latents and MQA's only
-KV head are the same for all of them: without more, every rank would store them all. So the ranks deal the
-tokens out, and merge what each of them finds. Decodes the same prompts on one process first. Fails where the
-logits differ, or a cache holds other bytes than the formula says.
+Projections and MLPs are sharded by heads and channels (tensor parallelism). The latents of MLA and the only
+KV head of MQA serve all query heads, so every rank would have to store them all. Instead, the ranks shard the
+cache by tokens and merge their partial results. The example decodes the same prompts on one process first. It
+fails if the logits differ, or if a cache does not use the bytes that the formula predicts.
 """
 
 import argparse
@@ -39,7 +39,10 @@ CLOSE = 1e-4
 
 
 def make_model(options: argparse.Namespace) -> Decoder:
-    """The same random weights on every rank; embeddings untied, or the model would repeat its input."""
+    """Make a model with the same random weights on every rank.
+
+    The embeddings are not tied; with tied ones the model would repeat its input.
+    """
     torch.manual_seed(0)
 
     def attention(i: int) -> nn.Module:
@@ -56,7 +59,7 @@ def make_model(options: argparse.Namespace) -> Decoder:
 
 
 def share_heads(model: Decoder, mesh: DeviceMesh) -> Decoder:
-    """Give each rank some heads of every layer and some channels of every MLP, in place."""
+    """Shard the heads of every layer and the channels of every MLP over the ranks, in place."""
     for block in model.blocks:
         parallelize_module(block.attention, mesh, block.attention.parallel_plan(mesh))
         plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
@@ -65,9 +68,7 @@ def share_heads(model: Decoder, mesh: DeviceMesh) -> Decoder:
 
 
 class Decoded(NamedTuple):
-    """Tokens ``[n, steps]``, the logits ``[n, steps, vocab]`` behind them, tokens a second, and bytes of the
-    cache.
-    """
+    """Tokens ``[n, steps]``, their logits ``[n, steps, vocab]``, tokens per second, and the cache's bytes."""
 
     tokens: Tensor
     logits: Tensor
@@ -83,10 +84,10 @@ def decode(
     mesh: DeviceMesh | None = None,
     given: Tensor | None = None,
 ) -> Decoded:
-    """Greedy continuations over a cache, whose tokens the ranks of a mesh share; or those ``given``.
+    """Decode greedily with a cache, sharded over the ranks of ``mesh`` if given, or feed ``given`` tokens.
 
     Raises:
-        SystemExit: the cache holds other bytes than the formula says.
+        SystemExit: the cache does not use the bytes that the formula predicts.
     """
     layouts, ranks = model.kv_layouts(), 1 if mesh is None else mesh.size()
     pages = KVCache.pages_for(
@@ -102,7 +103,7 @@ def decode(
     handles, first = prefill(model, cache, prompts)
     start = time.perf_counter()
     tokens = torch.stack(list(stream(model, cache, handles, first, choose=choose, steps=steps)), 1)
-    tokens.cpu()  # a GPU has done all of it only now
+    tokens.cpu()  # wait for the GPU
     rate = len(prompts) * (steps - 1) / (time.perf_counter() - start)
     lengths = [cache.length(handle) for handle in handles]
     formula = cache_bytes(layouts, lengths, page_size=PAGE_SIZE, ranks=ranks)
@@ -112,11 +113,12 @@ def decode(
 
 
 def check_same(shared: Decoded, alone: Decoded) -> float:
-    """How far the logits of ranks are from those of one process behind the same tokens, relative to the
-    largest.
+    """Return how far the sharded logits are from those of one process, relative to the largest logit.
+
+    Both have decoded the same tokens.
 
     Raises:
-        SystemExit: further than fp32 rounds.
+        SystemExit: they are further apart than fp32 rounding explains.
     """
     apart = ((shared.logits - alone.logits).abs().max() / alone.logits.abs().max()).item()
     if not apart < CLOSE:
@@ -127,16 +129,20 @@ def check_same(shared: Decoded, alone: Decoded) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attention", choices=("mla", "mqa"), default="mla", help="default: mla")
+    parser.add_argument(
+        "--attention", choices=("mla", "mqa"), default="mla", help="attention variant (default: mla)"
+    )
     parser.add_argument("--width", type=int, default=128, help="channels of the model (default: 128)")
-    parser.add_argument("--layers", type=int, default=2, help="default: 2")
-    parser.add_argument("--prompts", type=int, default=4, help="sequences (default: 4)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the longest prompt (default: 512)")
-    parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default: 2)")
+    parser.add_argument("--prompts", type=int, default=4, help="number of sequences (default: 4)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, help="length of the longest prompt (default: 512)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=32, help="new tokens per sequence (default: 32)")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
     )
@@ -144,7 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Decode on one process and on all ranks; the first one tells what it took."""
+    """Decode on one process and on all ranks; rank 0 prints the results."""
     mesh = begin(options.device)
     lengths = [max(1, options.prompt_tokens * (n + 1) // options.prompts) for n in range(options.prompts)]
     generator = torch.Generator().manual_seed(1)
@@ -155,20 +161,20 @@ def run(options: argparse.Namespace) -> None:
     apart = check_same(shared, alone)
     if mesh.get_rank() == 0:
         print(
-            f"{options.prompts} prompts of up to {options.prompt_tokens:,} tokens, {options.new_tokens} more "
-            "of each"
+            f"{options.prompts} prompts of up to {options.prompt_tokens:,} tokens, {options.new_tokens} new "
+            "tokens each"
         )
-        print(f"{'ranks':>6} {'tokens/s':>10} {'cache of a rank':>16}")
+        print(f"{'ranks':>6} {'tokens/s':>10} {'cache per rank':>16}")
         for ranks, one in ((1, alone), (mesh.size(), shared)):
             print(f"{ranks:6} {one.rate:10,.0f} {human(one.used_bytes):>16}")
-        print(f"the same logits within {apart:.0e} of the largest")
+        print(f"the logits agree within {apart:.0e} of the largest")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the example from the command line.
 
     Raises:
-        SystemExit: ranks cannot share the heads, or a check failed.
+        SystemExit: the heads cannot be sharded over the ranks, or a check failed.
     """
     options = parse(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

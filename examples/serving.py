@@ -1,4 +1,4 @@
-"""Serving requests as they arrive, and measuring at every step how the memory is spent."""
+"""Serve requests as they arrive, and measure at every step how the memory is used."""
 
 import sys
 import time
@@ -14,11 +14,10 @@ from attnlib.sizes import cache_bytes
 
 
 class Sample(NamedTuple):
-    """One step: how many requests ran and waited, the tokens it stored, and the cache's bytes after it.
+    """One step: the requests that ran and waited, the tokens it stored, and the cache's bytes after it.
 
-    ``used`` bytes are in pages that somebody holds, ``filled`` of them with tokens. What is free is external
-    fragmentation, ``external``, if the first of those who wait asks for no more than that and still has to
-    wait.
+    ``used`` bytes are in allocated pages, and ``filled`` of them hold tokens. Free bytes count as external
+    fragmentation, ``external``, if the first waiting request needs no more than that and still has to wait.
     """
 
     live: int
@@ -30,7 +29,7 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What became of a trace: each request's stream, every step, and the seconds that all took."""
+    """The result of serving a trace: each request's stream, every step, preemptions, and total seconds."""
 
     streams: list[Stream]
     samples: list[Sample]
@@ -45,9 +44,7 @@ class Run(NamedTuple):
 
 @torch.no_grad()
 def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, label: str = "") -> Run:
-    """Decode greedily until every request, in the order of arrival, is answered. One step is one call of the
-    model.
-    """
+    """Decode greedily until all requests, sorted by arrival, are answered; each step is one model call."""
     cache, device = scheduler.cache, model.embed.weight.device
     streams, samples, start = [], [], time.perf_counter()
     quick = sys.stderr.isatty()
@@ -71,20 +68,20 @@ def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, 
 
 
 def measure(scheduler: Scheduler, tokens: int) -> Sample:
-    """How memory is spent after a step that stored ``tokens``, before its streams advance.
+    """Measure the memory after a step that stored ``tokens``, before its streams advance.
 
     Raises:
-        SystemExit: the cache holds other bytes than whole pages for what each text and the shared prompt have
-        stored.
+        SystemExit: the cache does not use exactly the pages that the sequences and the shared prompt need.
     """
     cache, live, waiting = scheduler.cache, scheduler.live, scheduler.waiting
     stored = [n for n in map(scheduler.stored, live) if n]
-    copied = scheduler.shared_length % cache.page_size  # of the shared prompt, into a page of each text
+    copied = scheduler.shared_length % cache.page_size  # tokens that every sequence copies
     held = -(-scheduler.shared_length // cache.page_size) + sum(map(scheduler.pages_for, stored))
     if cache.used_bytes != held * scheduler.page_bytes:
         formula = held * scheduler.page_bytes
         raise SystemExit(f"cache: expected {formula} bytes in use by formula, measured {cache.used_bytes}")
-    free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)  # nor promised
+    # Pages that no live request needs for its sequence so far.
+    free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)
     blocked = waiting and scheduler.pages_for(len(waiting[0].text)) <= free
     return Sample(
         len(live),
@@ -100,14 +97,14 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
 def first_fit(
     requests: Sequence[Request], answers: Sequence[Sequence[int]], *, memory: int, budget: int
 ) -> list[Sample]:
-    """The same trace with an extent of memory for each request, as long as its text may become; without
-    tensors.
+    """Simulate the trace with one contiguous extent of memory per request, as long as it may become.
 
-    By rank, an extent goes into the first hole that holds it, and is not taken back. A request runs as many
-    steps as its prompt, in chunks of ``budget``, and its answer take if nobody else uses the budget.
-    ``memory`` counts tokens, as do the samples' bytes; ``filled`` is 0.
+    By rank, an extent goes into the first hole that holds it, and is never preempted. A request runs for as
+    many steps as its prompt (in chunks of ``budget``) and its answer take if no other request uses the
+    budget. ``memory`` counts tokens, and so do the samples' bytes; ``filled`` is 0. The simulation uses no
+    tensors.
     """
-    extents: list[tuple[int, int, int]] = []  # begin, end, and the step in which it is given back; by address
+    extents: list[tuple[int, int, int]] = []  # begin, end, and the step that frees it; sorted by address
     samples, waiting, coming = [], [], list(enumerate(requests))
     while coming or waiting or extents:
         step = len(samples)
@@ -134,7 +131,7 @@ def _declared(request: Request) -> int:
 
 
 def _hole(extents: Sequence[tuple[int, int, int]], size: int, memory: int) -> int | None:
-    """Where the first hole of at least this size begins."""
+    """Return the start of the first hole of at least ``size``, or None."""
     begins = [0, *(end for _, end, _ in extents)]
     ends = [*(begin for begin, _, _ in extents), memory]
     return next((begin for begin, end in zip(begins, ends, strict=True) if end - begin >= size), None)

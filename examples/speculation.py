@@ -1,4 +1,4 @@
-"""Greedy decoding with guesses from the text so far: prompt lookup decoding (Saxena, 2023)."""
+"""Greedy decoding with drafts from the sequence so far: prompt lookup decoding (Saxena, 2023)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attnlib import KVCache
 
-LONGEST_MATCH = 8  # tokens; what the drafter looks for in the text so far, if it can
+LONGEST_MATCH = 8  # tokens of the longest ending that the drafter looks for
 
 
 class Burst(NamedTuple):
-    """The tokens of a step, one and as many guesses as were right, and how many were guessed."""
+    """The tokens of a step (one, plus the accepted guesses), and how many tokens were guessed."""
 
     tokens: list[int]
     guessed: int
@@ -22,11 +22,10 @@ class Burst(NamedTuple):
 
 @torch.no_grad()
 def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, steps: int) -> Iterator[Burst]:
-    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were
-    right.
+    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one token, plus the accepted guesses.
 
-    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right
-    ones.
+    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the
+    accepted ones.
     """
     [handle], logits = prefill(model, cache, [prompt])
     text = bytearray(prompt.tolist())
@@ -38,7 +37,7 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
         if missing == 0:
             return
         guess = look_up(text, min(draft, missing - 1))
-        stored = cache.length(handle)  # all of text but its last token
+        stored = cache.length(handle)  # all tokens of the text except the last
         with cache.step({handle: 1 + len(guess)}) as layers:
             logits = model(torch.tensor([text[-1], *guess], device=prompt.device), caches=layers)
         burst = greedy(logits).tolist()
@@ -48,10 +47,10 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
 
 
 def look_up(text: bytes | bytearray, count: int) -> bytes:
-    """A guess of ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
+    """Guess ``count`` next tokens: those that followed the previous occurrence of the sequence's ending.
 
-    The longest ending found wins; what follows it repeats if it is too short.
-    Empty if no ending occurred before.
+    The longest ending that occurred before wins. If too few tokens follow it, they are repeated. The guess is
+    empty if no ending occurred before.
     """
     for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         at = text.rfind(text[-length:], 0, len(text) - 1)

@@ -1,6 +1,4 @@
-"""The models that a trained decoder is converted into: fewer KV heads, or a latent, each in a poor and a good
-way.
-"""
+"""Conversions of a trained decoder to GQA and MLA, each by a poor and by a good method."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -20,11 +18,11 @@ from attnlib.convert.latent.layers import join, to_latent
 from attnlib.convert.latent.truncation import truncate
 from attnlib.convert.weights import split
 
-# Distances that converted keys are best at. Text far behind matters less, and this is 16 of the default's
-# contexts.
+# Fit converted keys at distances up to 2048 tokens, 16 contexts of the default preset: tokens further back
+# matter less.
 REACH = 2048
-# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A
-# step of Adam is nothing beside them, and weight decay would only move them.
+# Parameters that together make the norm of a converted latent the identity: a constant channel and norm
+# weights, all so large that a step of Adam hardly changes them and weight decay would only move them.
 IDENTITY = ("kv_a_layernorm.weight", "kv_a_proj_with_mqa.bias")
 
 MEAN, ALIGNED, PRINCIPAL = "GQA, mean-pool", "GQA, regroup + align", "GQA, principal"
@@ -34,16 +32,16 @@ Convert = Callable[[GroupedQueryAttention, Calibration], nn.Module]
 
 
 def ways(preset: Preset) -> dict[str, Convert]:
-    """What makes a new layer of an old one and of what it sees, by the name under which it is compared.
+    """Return the conversions by name: each makes a new layer from an old one and its calibration.
 
-    A token stores ``2 * kv_heads * head_dim`` values in the first three, ``kv_lora_rank + rope_dim`` in the
-    others.
+    The GQA layers store ``2 * kv_heads * head_dim`` values per token, the MLA layers ``kv_lora_rank +
+    rope_dim``.
     """
     heads, rank, rope_dim = preset.kv_heads, preset.kv_lora_rank, preset.rope_dim
     return {
         MEAN: lambda layer, _: mha_to_gqa(layer, heads),
-        # Weighted by energy, not 1 / f: 3.39 against 3.47 bits a byte before any training (tiny preset, 8
-        # heads to 2).
+        # Weights by energy instead of 1 / f: 3.39 compared with 3.47 bits per byte before any training (tiny
+        # preset, 8 heads to 2).
         ALIGNED: lambda layer, seen: mha_to_gqa(
             layer, heads, merge="energy", align="all", grouping="similar", calibration=seen
         ),
@@ -61,8 +59,9 @@ def ways(preset: Preset) -> dict[str, Convert]:
 def latent_by_plain_svd(
     layer: GroupedQueryAttention, calibration: Calibration, *, rank: int, rope_dim: int
 ) -> MultiHeadLatentAttention:
-    """As :func:`gqa_to_mla` with the same rotary channels, the latent then cut by the SVD of its weights
-    alone.
+    """Convert like :func:`gqa_to_mla` with the same rotary channels, but cut the latent by a plain SVD.
+
+    The SVD is of the weights only, without the calibration.
     """
     options = {"rope_dim": rope_dim, "calibration": calibration, "reach": REACH}
     new = gqa_to_mla(layer, rank, **options)
@@ -76,7 +75,7 @@ def latent_by_plain_svd(
 
 
 def seen_by_layers(model: Decoder, batches: Sequence[Tensor]) -> list[Calibration]:
-    """The calibration of each attention layer over tokens ``[b, t]``."""
+    """Calibrate each attention layer on tokens ``[b, t]``."""
     blocks = [(partial(_run, block), block.attention) for block in model.blocks]
     with torch.no_grad():
         return list(calibrate(blocks, [model.embed(tokens) for tokens in batches]))
@@ -87,8 +86,9 @@ def _run(block: Block, x: Tensor) -> Tensor:
 
 
 def student(model: Decoder, convert: Convert, calibrations: Sequence[Calibration]) -> Decoder:
-    """A copy of the model with converted attention layers; what makes the norm of a latent the identity is
-    frozen.
+    """Copy the model with converted attention layers.
+
+    Parameters that make a latent's norm the identity are frozen.
     """
     new = deepcopy(model)
     new.replace_attention(

@@ -1,4 +1,4 @@
-"""Real text as bytes or tokens: where it comes from, how it is split, and what a model must beat."""
+"""Text for training, as bytes or tokens: load it, hold some out, and compute the entropy to beat."""
 
 import hashlib
 import sysconfig
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 VOCAB_SIZE = 256
-BLOCK = 4096  # tokens
-BLOCKS = 10  # in a group: the last one is held out
+BLOCK = 4096  # tokens per block
+BLOCKS = 10  # blocks per group, of which the last is held out
 
 
 class Corpus(NamedTuple):
     """Tokens in groups of ten blocks: ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]``.
 
-    Tokens are bytes, uint8, unless somebody else encoded the text. ``bytes_per_token`` is the mean over all
-    of it, and ``sha256`` that of the text itself.
+    Tokens are bytes (uint8), unless another encoding was used. ``bytes_per_token`` is the mean over the whole
+    text, and ``sha256`` the hash of the text.
     """
 
     name: str
@@ -29,19 +29,17 @@ class Corpus(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens both parts have."""
+        """The number of tokens, both for training and held out."""
         return self.train.numel() + self.held_out.numel()
 
     def unigram_entropy(self) -> float:
-        """Bits per byte of the best model that knows nothing but how often each byte occurs."""
+        """Return the bits per byte of the best unigram model, which knows only how often each byte occurs."""
         everything = torch.cat((self.train.flatten(), self.held_out.flatten()))
         p = torch.bincount(everything.int(), minlength=VOCAB_SIZE).double() / self.size
         return -torch.special.xlogy(p, p).sum().item() / torch.log(torch.tensor(2.0)).item()
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-        """``count`` batches ``[batch, context + 1]`` int64 of training text; the same ones for the same
-        seed.
-        """
+        """Yield ``count`` batches ``[batch, context + 1]`` int64 of training text, determined by ``seed``."""
         groups, size = self.train.shape
         _check_fits("context", context, size)
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +50,7 @@ class Corpus(NamedTuple):
             yield self.train[group, start + window].long()
 
     def held_out_windows(self, context: int, *, limit: int) -> Tensor:
-        """At most ``limit`` windows ``[n, context + 1]`` int64 of held-out text, spread evenly over it."""
+        """Return up to ``limit`` windows ``[n, context + 1]`` int64, spread evenly over the held-out text."""
         _check_fits("context", context, self.held_out.shape[1])
         windows = self.held_out.unfold(1, context + 1, context).flatten(0, 1)
         spread = torch.arange(min(limit, len(windows))) * len(windows) // min(limit, len(windows))
@@ -60,18 +58,17 @@ class Corpus(NamedTuple):
 
 
 def byte_tokens(data: bytes) -> Tensor:
-    """Each byte as a token: uint8 ``[t]``."""
+    """Return each byte as a token: uint8 ``[t]``."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def load(path: Path | None = None, *, tokens_of: Callable[[bytes], Tensor] = byte_tokens) -> Corpus:
-    """The corpus of a file, or of the top-level modules of Python's standard library, in the order of their
-    names.
+    """Load a file as a corpus, by default the top-level modules of Python's standard library, sorted by name.
 
-    ``tokens_of`` makes integer tokens ``[t]`` of the whole text.
+    ``tokens_of`` encodes the whole text as integer tokens ``[t]``.
 
     Raises:
-        ValueError: there is too little text to hold some out.
+        ValueError: the text is too short to hold some of it out.
     """
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -97,5 +94,5 @@ def _check_fits(name: str, context: int, size: int) -> None:
 
 
 def encode(text: str) -> Tensor:
-    """``text`` as byte tokens ``[t]`` int64."""
+    """Return ``text`` as byte tokens ``[t]`` int64."""
     return torch.tensor(list(text.encode()), dtype=torch.int64)

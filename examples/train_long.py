@@ -1,12 +1,12 @@
-"""Train a language model on sequences that several GPUs share: each has a part of every sequence's tokens.
+"""Train a language model on sequences sharded over several GPUs: each rank has some tokens of every sequence.
 
     python examples/train_long.py                                       # one process
     torchrun --nproc-per-node 8 examples/train_long.py --tokens 131072 --sequences 1 --checkpointing
 
-Groups of --context-parallel ranks share a sequence, and read different sequences; all ranks share the
-weights, their gradients and the optimizer's state (FSDP2). The losses are the same for any number of ranks:
-on CPUs with gloo, on GPUs with NCCL. Only attention looks at other ranks' tokens. Fails when the model
-learned too little.
+Each group of --context-parallel ranks shares its sequences; different groups read different sequences. All
+ranks shard the weights, the gradients and the optimizer state (FSDP2). The example runs on CPUs with gloo and
+on GPUs with NCCL, and the losses are the same for any number of ranks. Only attention sees the tokens of
+other ranks. Fails if the model learned too little.
 """
 
 import argparse
@@ -50,7 +50,7 @@ HEADS = 4
 
 
 def begin(device: str) -> DeviceMesh:
-    """All ranks that torchrun has started, or this process alone, as a mesh of one dimension."""
+    """Return a one-dimensional mesh of all ranks that torchrun started, or of this process only."""
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -62,14 +62,15 @@ def begin(device: str) -> DeviceMesh:
 
 
 def end() -> None:
-    """Leave the other ranks, if they were met."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do
+    # Reference cycles inside torch keep gloo's threads alive; a process that exits before them aborts.
+    gc.collect()
 
 
 def make_model(options: argparse.Namespace, shared: ContextParallel) -> Decoder:
-    """The same weights on every rank. Layers know who shares their sequences; nothing else does."""
+    """Make a model with the same weights on every rank; only its attention layers know of the sharding."""
     torch.manual_seed(0)
 
     def attention(i: int) -> nn.Module:
@@ -84,7 +85,7 @@ def make_model(options: argparse.Namespace, shared: ContextParallel) -> Decoder:
 
 
 def share_weights(model: Decoder, mesh: DeviceMesh, *, checkpointing: bool) -> None:
-    """Give each rank a part of every weight; a block has them whole while it computes."""
+    """Shard every weight over the ranks; a block gathers its weights while it computes."""
     for block in model.blocks:
         if checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -93,11 +94,11 @@ def share_weights(model: Decoder, mesh: DeviceMesh, *, checkpointing: bool) -> N
 
 
 def batches(corpus: Corpus, *, steps: int, sequences: int, tokens: int) -> Iterator[Tensor]:
-    """The same windows ``[sequences, tokens + 1]`` of training text on every rank."""
+    """Yield windows ``[sequences, tokens + 1]`` of training text, the same ones on every rank."""
     text = corpus.train.flatten()
     if tokens >= len(text):
         raise ValueError(
-            f"--tokens: expected less than the {len(text):,} of the text, got {tokens:,}; use a longer --text"
+            f"--tokens: expected fewer than the text's {len(text):,}, got {tokens:,}; use a longer --text"
         )
     generator, window = torch.Generator().manual_seed(0), torch.arange(tokens + 1)
     for _ in range(steps):
@@ -106,20 +107,20 @@ def batches(corpus: Corpus, *, steps: int, sequences: int, tokens: int) -> Itera
 
 
 def bits(model: Decoder, text: Tensor, group: int, groups: int, shared: ContextParallel) -> Tensor:
-    """Mean bits per byte of this rank's tokens of its group's sequences."""
+    """Return the mean bits per byte of this rank's tokens, in the sequences of its group."""
     own = text.chunk(groups)[group]
     given, wanted = (shard(x, shared.mesh) for x in (own[:, :-1], own[:, 1:]))
-    logits = model(given).float()  # positions, too, are those of the whole sequence
+    logits = model(given).float()  # the layers use positions in the whole sequence
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / math.log(2)
 
 
 def train(
     model: Decoder, texts: Iterator[Tensor], loss_of, *, steps: int, rate: float, device: str
 ) -> Iterator[float]:
-    """Take a step for each batch, and yield the mean loss of all ranks.
+    """Take one step per batch, and yield the mean loss of all ranks.
 
-    Each rank's loss is of as many tokens, and FSDP2 averages the ranks' gradients: so they are of all tokens'
-    mean.
+    Every rank's loss covers the same number of tokens, and FSDP2 averages the gradients over the ranks, so
+    they are the gradients of the mean loss over all tokens.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, text in enumerate(texts):
@@ -137,57 +138,64 @@ def train(
 
 
 def describe(options: argparse.Namespace, ranks: int) -> str:
-    """Who has what, and what a rank receives."""
+    """Describe how the tokens are sharded, and how many bytes a rank receives."""
     cp, shape = options.context_parallel, {"hidden_size": options.width, "num_heads": HEADS}
     shape = LatentShape(**shape, **LATENT) if options.attention == "mla" else GroupedShape(**shape, **GROUPED)
-    told = (
-        f"ranks: {ranks}, {cp} to a sequence, with {options.tokens // cp:,} of {options.tokens:,} tokens each"
+    summary = (
+        f"ranks: {ranks}, {cp} per sequence, with {options.tokens // cp:,} of {options.tokens:,} tokens each"
     )
     if options.form is None or cp == 1:
-        return told
+        return summary
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     sent = exchange_bytes(shape, options.tokens, ranks=cp, form=options.form, dtype=dtype)
-    return f"{told}; for a sequence a layer receives {human(sent.forward)}, and {human(sent.backward)} in the backward"
+    return (
+        f"{summary}; per sequence, a layer receives {human(sent.forward)} in the forward pass "
+        f"and {human(sent.backward)} in the backward pass"
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--text", type=Path, help="a text file to learn (default: Python's own standard library)"
     )
-    parser.add_argument("--tokens", type=int, default=1024, help="bytes of a sequence (default: 1024)")
+    parser.add_argument("--tokens", type=int, default=1024, help="bytes per sequence (default: 1024)")
     parser.add_argument(
-        "--sequences", type=int, default=2, help="of a step, on all ranks together (default: 2)"
+        "--sequences", type=int, default=2, help="sequences per step, on all ranks together (default: 2)"
     )
-    parser.add_argument("--steps", type=int, default=150, help="default: 150")
-    parser.add_argument("--attention", choices=("gqa", "mla"), default="gqa", help="default: gqa")
+    parser.add_argument("--steps", type=int, default=150, help="training steps (default: 150)")
+    parser.add_argument(
+        "--attention", choices=("gqa", "mla"), default="gqa", help="attention variant (default: gqa)"
+    )
     parser.add_argument("--width", type=int, default=128, help="channels of the model (default: 128)")
-    parser.add_argument("--layers", type=int, default=2, help="default: 2")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default: 2)")
     parser.add_argument(
         "--context-parallel", type=int, metavar="N", help="ranks that share a sequence (default: all)"
     )
     parser.add_argument(
-        "--form", choices=("ring", "gather", "heads"), help="of attention (default: the fastest)"
+        "--form",
+        choices=("ring", "gather", "heads"),
+        help="form of context-parallel attention (default: the fastest)",
     )
-    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak of the learning rate (default: 2e-3)")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: 2e-3)")
     parser.add_argument(
-        "--margin", type=float, default=0.1, help="how far below the unigram entropy is enough"
+        "--margin", type=float, default=0.1, help="required fraction below the unigram entropy (default: 0.1)"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder for the weights, a file from each rank (default: none)"
+        "--out", type=Path, help="folder for the weights, one file per rank (default: not saved)"
     )
     return parser.parse_args(arguments)
 
 
 def check(options: argparse.Namespace, ranks: int) -> None:
-    """Raise ValueError where so many ranks cannot share the work."""
+    """Raise ValueError if this number of ranks cannot share the work."""
     cp = options.context_parallel
     if cp < 1 or ranks % cp:
         raise ValueError(f"--context-parallel: expected a divisor of the {ranks} ranks, got {cp}")
@@ -200,7 +208,7 @@ def check(options: argparse.Namespace, ranks: int) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train on all ranks; the first one tells how it goes."""
+    """Train on all ranks; rank 0 reports the progress."""
     ranks, corpus = begin(options.device), load(options.text)
     options.context_parallel = options.context_parallel or ranks.size()
     check(options, ranks.size())
@@ -211,7 +219,7 @@ def run(options: argparse.Namespace) -> None:
     model = make_model(options, shared).to(device)
     share_weights(model, ranks, checkpointing=options.checkpointing)
     entropy = corpus.unigram_entropy()
-    say(f"{corpus.name}: {corpus.size:,} bytes, {entropy:.3f} bits/byte by byte frequencies alone")
+    say(f"{corpus.name}: {corpus.size:,} bytes; a unigram model needs {entropy:.3f} bits/byte")
     say(describe(options, ranks.size()))
     loss_of = partial(
         bits, model, group=groups["groups"].get_local_rank(), groups=groups["groups"].size(), shared=shared
@@ -224,12 +232,11 @@ def run(options: argparse.Namespace) -> None:
         if len(losses) in (1, options.steps) or len(losses) % max(1, options.steps // 10) == 0:
             say(f"step {len(losses):5}  {loss:.5f} bits/byte")
     rate = options.steps * options.sequences * options.tokens / (time.perf_counter() - start)
-    memory = f", {human(torch.cuda.max_memory_allocated())} at most on a GPU" if device == "cuda" else ""
+    memory = f", at most {human(torch.cuda.max_memory_allocated())} on a GPU" if device == "cuda" else ""
     say(f"{rate:,.0f} tokens/s{memory}")
     if options.out is not None:
-        weights = {
-            name: x for name, x in get_model_state_dict(model).items() if name != "lm_head.weight"
-        }  # tied
+        # lm_head.weight is tied to the embedding
+        weights = {name: x for name, x in get_model_state_dict(model).items() if name != "lm_head.weight"}
         dcp.save(
             weights, storage_writer=dcp.HuggingFaceStorageWriter(str(options.out), save_distributed=True)
         )
@@ -245,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the example from the command line.
 
     Raises:
-        SystemExit: ranks cannot share the work so, or the model learned too little.
+        SystemExit: the ranks cannot share the work, or the model learned too little.
     """
     options = parse(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Training a Decoder, and how well it predicts text that it has not seen."""
+"""Train a Decoder, and measure how well it predicts held-out text."""
 
 import math
 import sys
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from variants import Preset
 
-WARM_UP = 0.06  # of all steps
-FINAL_RATE = 0.05  # of the peak rate
+WARM_UP = 0.06  # fraction of all steps
+FINAL_RATE = 0.05  # fraction of the peak learning rate
 HELD_OUT_WINDOWS = 512
 
 
 def train(model: Decoder, corpus: Corpus, preset: Preset, *, label: str, seed: int = 0) -> list[float]:
-    """Train ``model`` in place for ``preset.steps`` batches; returns the loss of each in bits per byte.
+    """Train ``model`` in place for ``preset.steps`` batches; return the loss of each in bits per byte.
 
-    The batches depend on the seed alone, so that every model sees the same text in the same order. On a GPU
-    the matrix products run in bf16.
+    The batches depend only on the seed, so every model sees the same text in the same order. On a GPU, matrix
+    products run in bf16.
     """
     batches = corpus.batches(count=preset.steps, batch=preset.batch, context=preset.context, seed=seed)
     options = {"steps": preset.steps, "rate": preset.learning_rate, "label": label}
@@ -30,7 +30,7 @@ def train(model: Decoder, corpus: Corpus, preset: Preset, *, label: str, seed: i
 
 
 def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
-    """AdamW over all parameters, those that train now and those that do later."""
+    """Return AdamW over all parameters, including those that start to train later."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -44,10 +44,10 @@ def optimise(
     label: str,
     done: int = 0,
 ) -> Iterator[Tensor]:
-    """Take a step for each batch and yield its loss, a detached scalar, when the step is taken.
+    """Take one optimizer step per batch; after each, yield its loss as a detached scalar.
 
-    ``loss_of`` gets the batch and how many steps were taken before. ``batches`` are those after the first
-    ``done`` of ``steps``; ``rate`` is the peak of the learning rate.
+    ``loss_of`` gets the batch and the number of steps taken before it. ``batches`` are those after the first
+    ``done`` of ``steps``; ``rate`` is the peak learning rate.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device
@@ -70,7 +70,7 @@ def optimise(
 
 @torch.no_grad()
 def held_out_bits(model: Decoder, corpus: Corpus, preset: Preset, *, limit: int = HELD_OUT_WINDOWS) -> float:
-    """Bits per byte that the model needs for held-out text, over at most ``limit`` windows of its context."""
+    """Return the bits per byte of held-out text, over at most ``limit`` windows of the preset's context."""
     windows = corpus.held_out_windows(preset.context, limit=limit).to(model.embed.weight.device)
     parts = windows.split(preset.batch)
     return (
@@ -81,15 +81,16 @@ def held_out_bits(model: Decoder, corpus: Corpus, preset: Preset, *, limit: int 
 
 
 def text_bits(model: Decoder, tokens: Tensor) -> Tensor:
-    """Mean bits per token of predicting each of ``tokens`` ``[b, t]`` from those before it, the first
-    excepted.
+    """Return the mean bits per token of predicting ``tokens`` ``[b, t]`` from the tokens before them.
+
+    The first token of each sequence is not predicted.
     """
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / math.log(2)
 
 
 def _rate(step: int, steps: int) -> float:
-    """The share of the peak learning rate: a linear warm-up, then a cosine down to FINAL_RATE."""
+    """Return the fraction of the peak learning rate: linear warm-up, then cosine decay to FINAL_RATE."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up

@@ -1,4 +1,4 @@
-"""The language models that the examples compare: four attention variants in a few sizes, and their files."""
+"""The language models that the examples compare: four attention variants in several sizes."""
 
 import json
 from pathlib import Path
@@ -24,15 +24,15 @@ VARIANTS = ("mha", "gqa", "mqa", "mla")
 
 
 class Preset(NamedTuple):
-    """The sizes of a model and of its training."""
+    """Sizes of a model and of its training."""
 
     hidden_size: int
     layers: int
     heads: int
     head_dim: int
-    kv_heads: int  # of GQA
-    kv_lora_rank: int  # of MLA; its unrotated query and key channels, and its values, are head_dim wide
-    rope_dim: int  # of MLA; the others rotate whole heads
+    kv_heads: int  # GQA only
+    kv_lora_rank: int  # MLA only; its unrotated query and key channels and its values have head_dim
+    rope_dim: int  # MLA only; the other variants rotate whole heads
     context: int
     batch: int
     steps: int
@@ -48,10 +48,10 @@ PRESETS = {
 
 
 def make_model(variant: str, preset: Preset) -> Decoder:
-    """A freshly initialised model of the variant, on the CPU in fp32.
+    """Make a freshly initialised model of the variant, in fp32 on the CPU.
 
     Raises:
-        ValueError: an unknown variant.
+        ValueError: the variant is unknown.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
@@ -81,18 +81,17 @@ def _attention(variant: str, preset: Preset) -> nn.Module:
 
 
 def save(model: Decoder, variant: str, preset: Preset, path: Path) -> None:
-    """Write the weights, with what :func:`load` needs to build the model around them, as safetensors."""
-    weights = {
-        name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"
-    }  # tied
+    """Save the weights as safetensors, with the metadata from which :func:`load` rebuilds the model."""
+    # lm_head.weight is tied to the embedding
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, path, metadata={"variant": variant, "preset": json.dumps(preset._asdict())})
 
 
 def load(path: Path, *, device: torch.device | str = "cpu") -> tuple[Decoder, str, Preset]:
-    """The model that :func:`save` wrote, with its variant and sizes.
+    """Load a model that :func:`save` wrote; return it with its variant and preset.
 
     Raises:
-        ValueError: the file is not one of these.
+        ValueError: the file was not written by :func:`save`.
     """
     with safe_open(path, framework="pt") as file:
         about = file.metadata() or {}

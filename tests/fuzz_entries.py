@@ -201,9 +201,10 @@ def cached_is_legal(a):
     q = a["q"]
     if not isinstance(a["kv"], attnlib.KVView) or not is_tensor(q, torch.float32) or q.requires_grad:
         return False
-    return q.dim() == 4 and q.shape[0] == 2 and q.shape[2] > 0 and q.shape[2] % G == 0 and q.shape[3] == D and (
-        terms_agree(a, 2, q.shape[2]) and not any(x.requires_grad for x in a.values() if isinstance(x, Tensor))
-    )  # fmt: skip
+    fits = q.dim() == 4 and q.shape[0] == 2 and q.shape[2] > 0 and q.shape[2] % G == 0 and q.shape[3] == D
+    if not fits or not terms_agree(a, 2, q.shape[2]):
+        return False
+    return not any(x.requires_grad for x in a.values() if isinstance(x, Tensor))
 
 
 def cached_is_right(call):

@@ -32,8 +32,8 @@ KEEPERS = (
 PRIVATE = {
     "internal/watched.py": "asks whether anybody follows operators",
     "internal/torch_questions.py": "tries what answers that",
-    "backends/_triton/launching/direct.py": "asks for the current device and stream, to start a compiled kernel",
-    "backends/_triton/decode/peers.py": "lets GPUs write into each other's memory, which no public name of torch does",
+    "backends/_triton/launching/direct.py": "asks for device and stream, to start a compiled kernel",
+    "backends/_triton/decode/peers.py": "lets GPUs write into each other's memory; torch has no public name",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
 }
 

@@ -75,7 +75,10 @@ def test_a_planted_word_is_found(text):
 
 
 def test_what_is_no_spelling():
-    text = "def f():\n    'The sinks.'\n    torch.bucketize(x, right=True)  # sinks\n    f'{x} sinks'\n    sinks_of(x)"
+    text = (
+        "def f():\n    'The sinks.'\n    torch.bucketize(x, right=True)  # sinks\n"
+        "    f'{x} sinks'\n    sinks_of(x)"
+    )
     assert not Source("call/call.py", text).words & {"sinks", "right"}
     assert "right" in Source("call/call.py", "bucketize(x, right=True)").words
 
@@ -168,7 +171,10 @@ def test_functions_take_few_parameters():
 def test_a_planted_wide_function_is_found():
     many, twelve = (", ".join(f"x{n}" for n in range(count)) for count in (13, 12))
     kernels = f"def entry({many}): pass\ndef device({many}): pass\ndef narrow({twelve}): pass"
-    host = f"from .kernels.decode import entry\ndef f({twelve}): pass\nclass A:\n    def __init__(self, {twelve}): pass"
+    host = (
+        f"from .kernels.decode import entry\ndef f({twelve}): pass\n"
+        f"class A:\n    def __init__(self, {twelve}): pass"
+    )
     found = wide_functions(
         [Source(f"{KERNELS}decode.py", kernels), Source("backends/_triton/decode/operators.py", host)]
     )

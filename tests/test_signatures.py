@@ -198,43 +198,84 @@ latent = partial(MultiHeadLatentAttention, 16, 2, mask=CAUSAL, **LATENT)
 paged = partial(KVCache.paged, [LAYER.kv_layout], pages=4, max_sequences=1)
 # What is typed from habit, and what is said of it.
 HABITS = {
-
-    "attention_mask": (lambda: LAYER(X, attention_mask=None), "attention_mask: .*key_starts=.*bounds_of.*mask_tensor"),
+    "attention_mask": (
+        lambda: LAYER(X, attention_mask=None),
+        "attention_mask: .*key_starts=.*bounds_of.*mask_tensor",
+    ),
     "attn_mask": (lambda: LAYER(X, attn_mask=None), "attn_mask: .*mask=attnlib.masks.mask_tensor.*score="),
-    "key_padding_mask": (lambda: LAYER(X, key_padding_mask=None), r"key_starts=.*bounds_of\(~key_padding_mask\)"),
+    "key_padding_mask": (
+        lambda: LAYER(X, key_padding_mask=None),
+        r"key_starts=.*bounds_of\(~key_padding_mask\)",
+    ),
     "position_ids": (lambda: LAYER(X, position_ids=None), "position_ids: .*use positions="),
     "need_weights": (lambda: LAYER(X, need_weights=False), "need_weights: .*there are none"),
-    "is_causal": (lambda: LAYER(X, is_causal=True), "is_causal: .*pass mask=CAUSAL or .* to the constructor of the layer"),
-    "past_key_values": (lambda: LAYER(X, past_key_values=None), r"past_key_values: .*kv=, a layer of cache\.step\(\)"),
+    "is_causal": (
+        lambda: LAYER(X, is_causal=True),
+        "is_causal: .*pass mask=CAUSAL or .* to the constructor of the layer",
+    ),
+    "past_key_values": (
+        lambda: LAYER(X, past_key_values=None),
+        r"past_key_values: .*kv=, a layer of cache\.step\(\)",
+    ),
     "use_cache": (lambda: LAYER(X, use_cache=True), r"kv=, a layer of cache\.step\(\)"),
     "hidden_states": (lambda: LAYER(hidden_states=X), "hidden_states: .*it is x, the first argument"),
     "query": (lambda: LAYER(query=X, key=X, value=X), "query: .*it is x"),
     "key_value_states": (lambda: LAYER(X, key_value_states=X), "use context="),
     "cu_seq_lens_q": (lambda: LAYER(X, cu_seq_lens_q=None), "use cu_seqlens="),
-    "x and all": (lambda: LAYER(X, X, X), "forward: expected x by position and all else by name, as context=.*3 were"),
+    "x and all": (
+        lambda: LAYER(X, X, X),
+        "forward: expected x by position and all else by name, as context=.*3 were",
+    ),
     "Rope(base=)": (lambda: Rope(8, base=1e4), "Rope: base: no such argument; use theta="),
     "Rope(head_dim=)": (lambda: Rope(head_dim=8), "Rope: head_dim: .*use dim="),
-    "Rope(max_position_embeddings=)": (lambda: Rope(8, max_position_embeddings=9), "leave it out: .*at any position"),
+    "Rope(max_position_embeddings=)": (
+        lambda: Rope(8, max_position_embeddings=9),
+        "leave it out: .*at any position",
+    ),
     "YaRN()": (lambda: YaRN(4.0, original_max_position_embeddings=9), "YaRN: .*use original_max_position="),
-    "sliding(window_size=)": (lambda: sliding(window_size=4), "sliding: window_size: .*use window=, which counts"),
+    "sliding(window_size=)": (
+        lambda: sliding(window_size=4),
+        "sliding: window_size: .*use window=, which counts",
+    ),
     "Mask(window_size=)": (lambda: Mask(window_size=4), r"Mask: window_size: .*left=.*sliding\(n\)"),
-    "paged(dtype=)": (lambda: paged(dtype=torch.half), r"KVCache\.paged: dtype: .*layer\.kv_layout_as\(dtype\)"),
+    "paged(dtype=)": (
+        lambda: paged(dtype=torch.half),
+        r"KVCache\.paged: dtype: .*layer\.kv_layout_as\(dtype\)",
+    ),
     "paged(num_blocks=)": (lambda: paged(num_blocks=3), "use pages="),
     "paged(block_size=)": (lambda: paged(block_size=3), "use page_size="),
     "paged(max_batch_size=)": (lambda: paged(max_batch_size=3), "use max_sequences="),
     "paged(store=)": (lambda: paged(store=torch.int8), "use storage_dtype="),
-    "grouped(head_dim=)": (lambda: KVLayout.grouped(2, head_dim=8), r"KVLayout\.grouped: head_dim: .*use dim="),
+    "grouped(head_dim=)": (
+        lambda: KVLayout.grouped(2, head_dim=8),
+        r"KVLayout\.grouped: head_dim: .*use dim=",
+    ),
     "grouped(storage_dtype=)": (lambda: KVLayout.grouped(2, 8, storage_dtype=torch.int8), "use store="),
     "embed_dim": (lambda: GroupedQueryAttention(embed_dim=16, num_heads=2, mask=FULL), "it is hidden_size"),
     "batch_first": (lambda: GroupedQueryAttention(16, 2, mask=FULL, batch_first=True), "leave it out"),
-    "rope_theta": (lambda: GroupedQueryAttention(16, 2, mask=FULL, rope_theta=1e4), r"use rope=Rope\(dim, theta="),
-    "MLA": (lambda: MultiHeadLatentAttention(16, 2, mask=CAUSAL, q_rank=3, **LATENT), "did you mean q_lora_rank="),
-    "a cache of a function": (lambda: attention(Q, Q, Q, mask=FULL, past_key_values=1), "call cached_attention"),
+    "rope_theta": (
+        lambda: GroupedQueryAttention(16, 2, mask=FULL, rope_theta=1e4),
+        r"use rope=Rope\(dim, theta=",
+    ),
+    "MLA": (
+        lambda: MultiHeadLatentAttention(16, 2, mask=CAUSAL, q_rank=3, **LATENT),
+        "did you mean q_lora_rank=",
+    ),
+    "a cache of a function": (
+        lambda: attention(Q, Q, Q, mask=FULL, past_key_values=1),
+        "call cached_attention",
+    ),
     "block_table": (lambda: cached_attention(Q, None, mask=FULL, block_table=1), "use kv=, the KVView"),
-    "of ranks": (lambda: ring_attention(Q, Q, Q, mask=FULL, mesh=None, is_causal=True), "is_causal: .*use mask=CAUSAL"),
+    "of ranks": (
+        lambda: ring_attention(Q, Q, Q, mask=FULL, mesh=None, is_causal=True),
+        "is_causal: .*use mask=CAUSAL",
+    ),
     "of a conversion": (lambda: mha_to_gqa(LAYER, num_key_value_heads=1), "mha_to_gqa: .*use num_kv_heads="),
     "num_heads_kv": (lambda: MultiHeadAttention(16, 2, mask=FULL, num_heads_kv=1), "use num_kv_heads="),
-    "rotary_emb_dim": (lambda: MultiHeadAttention(16, 2, mask=FULL, rotary_emb_dim=4), r"use rope=Rope\(dim\)"),
+    "rotary_emb_dim": (
+        lambda: MultiHeadAttention(16, 2, mask=FULL, rotary_emb_dim=4),
+        r"use rope=Rope\(dim\)",
+    ),
     "max_k": (lambda: packed(max_k=3, max_q=3), "use max_seqlen_q= and max_seqlen_k="),
     "start_pos": (lambda: LAYER(X, start_pos=3), "use positions=, or kv= for a cache"),
     "seqlen_offset": (lambda: LAYER(X, seqlen_offset=3), "use positions=, or kv= for a cache"),
@@ -249,26 +290,47 @@ HABITS = {
     "s_aux": (lambda: attention(Q, Q, Q, mask=FULL, s_aux=1), "use sinks="),
     "learnable_sink": (lambda: attention(Q, Q, Q, mask=FULL, learnable_sink=1), "use sinks="),
     "sinks of a layer": (lambda: MultiHeadAttention(16, 2, mask=FULL, s_aux=1), "use sinks=True"),
-    "deterministic": (lambda: attention(Q, Q, Q, mask=FULL, deterministic=True), "use_deterministic_algorithms"),
+    "deterministic": (
+        lambda: attention(Q, Q, Q, mask=FULL, deterministic=True),
+        "use_deterministic_algorithms",
+    ),
     "generator": (lambda: attention(Q, Q, Q, mask=FULL, generator=1), "use dropout_seed="),
     "pages of packed": (lambda: packed(block_table=1), "call cached_attention"),
     "seqused_k": (lambda: packed(seqused_k=1), r"mask=attnlib\.masks\.used\(queries, keys\)"),
     "k_cache": (lambda: cached_attention(Q, None, mask=FULL, k_cache=1), "use kv=, the KVView"),
-    "cache_leftpad": (lambda: cached_attention(Q, None, mask=FULL, cache_leftpad=1), r"left_padding= to admit\(\)"),
-    "rotary_cos": (lambda: cached_attention(Q, None, mask=FULL, rotary_cos=1), r"attnlib\.rotate\(q, .*angles="),
+    "cache_leftpad": (
+        lambda: cached_attention(Q, None, mask=FULL, cache_leftpad=1),
+        r"left_padding= to admit\(\)",
+    ),
+    "rotary_cos": (
+        lambda: cached_attention(Q, None, mask=FULL, rotary_cos=1),
+        r"attnlib\.rotate\(q, .*angles=",
+    ),
     "paged(batch=)": (lambda: paged(batch=3), "use max_sequences="),
     "contiguous(batch=)": (lambda: KVCache.contiguous([], batch=3), "use max_sequences="),
     "block_mask(B=)": (lambda: attnlib.masks.dilated(2).block_mask(B=1), "B: no such argument; use b="),
     "block_mask(H=)": (lambda: attnlib.masks.dilated(2).block_mask(H=1), "H: no such argument; use h="),
-    "block_mask(Q_LEN=)": (lambda: attnlib.masks.dilated(2).block_mask(Q_LEN=1), "Q_LEN: no such argument; use s="),
-    "block_mask(KV_LEN=)": (lambda: attnlib.masks.dilated(2).block_mask(KV_LEN=1), "KV_LEN: no such argument; use t="),
-    "bounds_of(key_padding_mask=)": (lambda: bounds_of(key_padding_mask=1), r"bounds_of\(~key_padding_mask\)"),
+    "block_mask(Q_LEN=)": (
+        lambda: attnlib.masks.dilated(2).block_mask(Q_LEN=1),
+        "Q_LEN: no such argument; use s=",
+    ),
+    "block_mask(KV_LEN=)": (
+        lambda: attnlib.masks.dilated(2).block_mask(KV_LEN=1),
+        "KV_LEN: no such argument; use t=",
+    ),
+    "bounds_of(key_padding_mask=)": (
+        lambda: bounds_of(key_padding_mask=1),
+        r"bounds_of\(~key_padding_mask\)",
+    ),
     "rotate(cos=)": (lambda: rotate(Q, cos=1, sin=1), r"use angles=, as from rope\.angles\(positions\)"),
     "rotate(sin=)": (lambda: rotate(Q, sin=1), r"use angles=, as from rope\.angles\(positions\)"),
     "rotate(position_ids=)": (lambda: rotate(Q, position_ids=1), r"use angles=rope\.angles\(position_ids\)"),
     "of a method": (lambda: Mask().shift(by=2), r"Mask\.shift: by: no such argument; it takes n"),
-    "given twice": (lambda: sliding(4, window=3), "sliding: window: expected once, got it by position and by name"),
-}  # fmt: skip
+    "given twice": (
+        lambda: sliding(4, window=3),
+        "sliding: window: expected once, got it by position and by name",
+    ),
+}
 
 
 @pytest.mark.parametrize("habit", HABITS)

@@ -63,15 +63,20 @@ def test_a_mask_gives_what_its_function_gives(function):
     ("function", "tensors"),
     [
         (lambda s, b, h, i, j, t: s + t[h, j], (TABLE,)),
-
-        (lambda s, b, h, i, j, t, g: torch.where(i > j, s * g + t[h, j].exp(), -s.tanh() / t[b, j]), (TABLE, GAIN)),
+        (
+            lambda s, b, h, i, j, t, g: torch.where(i > j, s * g + t[h, j].exp(), -s.tanh() / t[b, j]),
+            (TABLE, GAIN),
+        ),
         (lambda s, b, h, i, j, t: (s * s + 1).log() * t[b, 0] - (s - 1).abs() + s % 0.7, (TABLE,)),
-        (lambda s, b, h, i, j, t: torch.maximum(s, t[h, 0]) + s.minimum(t[h, j]) * s.clamp(-0.3, 0.4), (TABLE,)),
+        (
+            lambda s, b, h, i, j, t: torch.maximum(s, t[h, 0]) + s.minimum(t[h, j]) * s.clamp(-0.3, 0.4),
+            (TABLE,),
+        ),
         (lambda s, b, h, i, j: (i * 1.5).double(), ()),
         (lambda s, b, h, i, j, t: 3 - t[b, j] / s - (-s) + s.float(), (DOCUMENT,)),
         (lambda s, b, h, i, j, t: s * t[b, j].double() + t[0, 0], (TABLE,)),
     ],
-)  # fmt: skip
+)
 def test_a_score_and_its_derivative_are_torchs(function, tensors):
     score, d = (torch.randn(2, 4, 7, 9, dtype=torch.float64) for _ in "12")
     leaves = [x.clone().requires_grad_() for x in (score, *tensors) if x.is_floating_point()]

@@ -181,7 +181,10 @@ def _type(hint: type, written: str = "") -> str:
 TENSORS = Arguments._fields.index("captured")  # they come first
 BY_POSITION = Arguments._fields[3:TENSORS]  # tensors that kernels read as if they were contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
-BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({', '.join(['Tensor'] * 6)})"
+BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)})"
+    f" -> ({', '.join(['Tensor'] * 6)})"
+)
 CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 

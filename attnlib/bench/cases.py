@@ -1,4 +1,4 @@
-"""What the GPU benchmark computes: its cases as values, and their FLOPs."""
+"""The cases of the GPU benchmark, and their FLOPs."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,10 @@ from .. import CAUSAL, FULL, Mask, sliding
 
 
 class Case(NamedTuple):
-    """Self-attention: batch, query and KV heads, tokens, channels of keys and of values.
+    """A self-attention case: batch, query heads, KV heads, tokens, key channels and value channels.
 
-    With ``lengths`` a batch of one is packed: these are its sequences, and together its tokens.
+    With ``lengths``, the case is packed: a batch of one that holds sequences of these lengths, ``tokens`` in
+    all.
     """
 
     name: str
@@ -26,14 +27,20 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
     def flops(self, what: str) -> float:
-        """Of what is timed; halved when causal, as the FlashAttention papers count. No windows."""
+        """Return the FLOPs of the timed pass; causal masks halve them, as in the FlashAttention papers.
+
+        Windows are not taken into account.
+        """
         pairs = self.heads * sum(n * n for n in self.lengths or (self.tokens,) * self.batch)
         forward, backward = 2 * (self.dim + self.value_dim), 2 * (3 * self.dim + 2 * self.value_dim)
         products = {"backward": backward, "both": forward + backward}.get(what, forward)
         return pairs * products / (1 if self.mask == FULL else 2)
 
     def tensors(self, device: str) -> list[Tensor]:
-        """Random q, k, v and gradient of the output, tokens before heads; packed, without a batch."""
+        """Return random q, k, v and output gradient, with tokens before heads.
+
+        Packed cases have no batch dimension.
+        """
         sizes = (
             (self.heads, self.dim),
             (self.kv_heads, self.dim),
@@ -45,7 +52,7 @@ class Case(NamedTuple):
 
 
 def plain(tokens: int, heads: int, dim: int, mask: Mask = CAUSAL, *, batch: int = 1) -> Case:
-    """A case of as many KV heads as query heads, named after its tokens."""
+    """Return a case with as many KV heads as query heads, named after its tokens."""
     name = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
     return Case(name, batch, heads, heads, tokens, dim, dim, mask)
 
@@ -62,22 +69,22 @@ TRAINING = (
     Case("MLA 192/128 causal 8k", 2, 16, 16, 8192, 192, 128, CAUSAL),
 )
 
-LENGTHS = tuple(512 << doublings for doublings in range(8))  # to 64k
+LENGTHS = tuple(512 << doublings for doublings in range(8))  # 512 to 64k tokens
 GROWING = tuple(plain(tokens, 48, 64) for tokens in LENGTHS)
 LONG = tuple(plain(tokens, 16, 128) for tokens in (8192, 16384, 32768, 65536))
 MEMORY = tuple(plain(tokens, 16, 128) for tokens in LENGTHS[1:])
 
-# As many tokens as eight times 2048, and within 2 % as many pairs of them.
+# As many tokens as 8 x 2048, and within 2 % as many query-key pairs.
 RAGGED = (3300, 2800, 2333, 1800, 1559, 1201, 1177, 1024, 601, 300, 150, 80, 40, 17, 1, 1)
 
 
 def packed(*lengths: int, name: str = "") -> Case:
-    """Causal sequences of 16 heads of 128 channels, one after another."""
+    """Return a case of packed causal sequences, with 16 heads of 128 channels."""
     name = name or f"{len(lengths)} x {lengths[0]}"
     return Case(name, 1, 16, 16, sum(lengths), 128, 128, CAUSAL, lengths)
 
 
-# Packed, and as a batch of as many tokens.
+# Pairs of a packed case and a batch of as many tokens.
 VARLEN = (
     (packed(*(1024,) * 16), plain(1024, 16, 128, batch=16)),
     (packed(*(4096,) * 4), plain(4096, 16, 128, batch=4)),

@@ -1,4 +1,4 @@
-"""``python -m attnlib bench``: its options, and what it does with them."""
+"""The command ``python -m attnlib bench``: its options, and how to run it."""
 
 import argparse
 import shlex
@@ -12,31 +12,34 @@ from .tables import run as fill
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of the command to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Time attnlib against torch on this machine: the CPU's tables, or with --gpu the GPU's."
+        "Time attnlib and torch on this machine: the CPU tables, or with --gpu the GPU tables."
     )
-    parser.epilog = f"the CPU's tables:\n{listing(CPU)}\n\nthose of --gpu:\n{listing(GPU)}\n\n"
-    parser.epilog += f"those of --parallel, with and without --gpu:\n{listing(PARALLEL_GPU)}\n"
-    parser.add_argument("--gpu", action="store_true", help="the GPU's tables instead of the CPU's")
+    parser.epilog = f"CPU tables:\n{listing(CPU)}\n\nGPU tables, with --gpu:\n{listing(GPU)}\n\n"
+    parser.epilog += f"tables of --parallel, with and without --gpu:\n{listing(PARALLEL_GPU)}\n"
+    parser.add_argument("--gpu", action="store_true", help="fill the GPU tables instead of the CPU tables")
     parser.add_argument(
-        "--parallel", action="store_true", help="several GPUs against one, or two processes on a CPU"
+        "--parallel",
+        action="store_true",
+        help="compare several GPUs with one, or two processes with one on a CPU",
     )
-    parser.add_argument("--only", default="", metavar="TABLE,TABLE", help="these tables alone")
+    parser.add_argument("--only", default="", metavar="TABLE,TABLE", help="fill only these tables")
     default = Path("out/bench")
     parser.add_argument(
         "--out",
         type=Path,
         default=default,
         metavar="FOLDER",
-        help=f"for .md, .json and .png (default: {default})",
+        help=f"folder for .md, .json and .png files (default: {default})",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Time what was asked for; returns the exit code, 2 for what cannot be. A hang ends the process, with
-    3.
+    """Fill the chosen tables; return 0, 1 if attnlib failed in a row, or 2 if the options are unusable here.
+
+    A case that hangs ends the process with 3.
     """
     try:
         known = {

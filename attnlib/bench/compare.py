@@ -1,4 +1,4 @@
-"""Implementations of one call: who computes what the others compute, and how long each takes, in turns."""
+"""Compare implementations of one call: check that their results agree, then time them in turns."""
 
 import sys
 import time
@@ -14,25 +14,25 @@ from .place import Target
 
 Result = TypeVar("Result")
 Action = Callable[..., object]
-# By module, errors of Triton and of FlashAttention-4's compiler, which are of no kind of Python's.
+# Errors of Triton and of FlashAttention-4's compiler, by module: they derive from no error in `_failures`.
 FOREIGN = MappingProxyType({"triton.errors": "TritonError", "cutlass.base_dsl.common": "DSLBaseError"})
-APART = 1e-2  # relative norm of an error that is more than bf16's rounding
+APART = 1e-2  # relative norm of an error that is too large for bf16 rounding
 
 
 class Failure(str):
-    """Why there is no number."""
+    """The reason why a cell has no number."""
 
     __slots__ = ()
 
 
-Cells = dict[str, float | Failure]  # by column
+Cells = dict[str, float | Failure]  # the cells of a row, by column
 
 
 def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure:
-    """What ``call(*arguments)`` returns, or the Failure that it ends in; the first Failure among the
-    arguments, if any.
+    """Return the result of ``call(*arguments)``, or a Failure if it raises.
 
-    No implementation ends the comparison of the others.
+    If an argument is a Failure, return the first one instead of calling. So no implementation can end the
+    comparison of the others.
     """
     for x in arguments:
         if isinstance(x, Failure):
@@ -44,10 +44,8 @@ def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What implementations raise where they cannot run: refusals, and errors of their own or of their
-    compilers.
-    """
-    known = (
+    """Return the exceptions of implementations that cannot run, including those of their compilers."""
+    return (
         RuntimeError,
         ValueError,
         TypeError,
@@ -56,9 +54,7 @@ def _failures() -> tuple[type[Exception], ...]:
         AttributeError,
         ImportError,
         OSError,
-    )
-    return known + tuple(
-        getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules
+        *(getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules),
     )
 
 
@@ -76,10 +72,10 @@ def _why(error: Exception) -> str:
 def agreeing(
     made: Mapping[str, object], results: Callable, ours: Collection[str] = (), bound: float = APART
 ) -> dict[str, object]:
-    """``made``, with a Failure in place of each whose ``results`` are not those of the one that most agree
-    with.
+    """Return ``made`` with a Failure in place of each entry whose ``results`` disagree with the majority.
 
-    Ours share kernels, and so errors: they vouch for each other only where nobody else has results.
+    The reference is the entry that most others agree with. Entries of ``ours`` share kernels, and so errors:
+    agreement among them counts only if no other implementation has results.
     """
     found = {name: attempt(results, one) for name, one in made.items()}
     right = {name: x for name, x in found.items() if not isinstance(x, Failure)}
@@ -99,7 +95,7 @@ def agreeing(
 
 
 def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The worst relative norm of a difference, of the output and of all gradients; NaN if there is any."""
+    """Return the largest relative error norm over the output and all gradients; NaN if one is NaN."""
     errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(found, expected, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -110,9 +106,9 @@ def in_turns(
     rounds: int,
     budget: float = 0.0,
 ) -> Cells:
-    """Median seconds of each action over rounds in which all take turns, since clocks drift under load.
+    """Time the actions in turns, because clocks drift under load; return the median seconds of each.
 
-    There are at least ``rounds`` of them, and enough to fill ``budget`` seconds.
+    There are at least ``rounds`` rounds, and enough to fill ``budget`` seconds.
     """
     taken: dict[str, list[float]] = {name: [] for name in actions}
     lost: dict[str, Failure] = {}
@@ -137,9 +133,10 @@ def compare_calls(
     checks: Collection[str] = (),
     bound: float = APART,
 ) -> Cells:
-    """Seconds of one call of each that a maker makes ready, so many captured as one, or if 0 as it comes.
+    """Return the seconds per call of each implementation whose results agree.
 
-    Those named in ``checks`` are there to check others, and are not timed.
+    Each of ``makers`` prepares a call. ``captured`` calls are captured and replayed as one; if it is 0, calls
+    run eagerly. Implementations in ``checks`` only check the others and are not timed.
     """
     made = agreeing(
         {name: attempt(make) for name, make in makers.items()}, lambda call: _tensors(call()), ours, bound

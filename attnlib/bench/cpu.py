@@ -1,4 +1,4 @@
-"""The CPU's cases: ours against torch's scaled_dot_product_attention, in the same run."""
+"""The CPU benchmark: attnlib and torch's scaled_dot_product_attention, in the same run."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ DECODING = tuple(
 
 
 def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
-    """Causal calls, large and small."""
+    """Time causal calls, large and small."""
     for case, whats in work:
         columns = Column("ours", "ours", case), Column("SDPA", "transposed", case)
         yield from by_what(place, tables[0], case.name, columns, whats)
@@ -34,9 +34,7 @@ def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Seq
 
 @torch.no_grad()
 def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = DECODING) -> Rows:
-    """One token for every sequence of a batch: our cache against torch's attention over preallocated
-    tensors.
-    """
+    """Time one token per sequence: attnlib's cache, and torch's attention over preallocated tensors."""
     for case in work:
         model = Stack(case, place)
         prompt, token = (torch.randn(case.batch, n, case.width) for n in (case.context, 1))
@@ -53,9 +51,7 @@ def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = 
 
 
 class OurDecoder:
-    """The layers over a contiguous cache: a call is one step; goes back to the prompt when the cache is
-    full.
-    """
+    """Decodes one step per call over a contiguous cache; a full cache is cut back to the prompt."""
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor):
         batch, self._context, _ = prompt.shape
@@ -77,9 +73,9 @@ class OurDecoder:
 
 
 class PeerDecoder:
-    """The same layers' weights with torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
+    """Decodes with the same weights and torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
 
-    ``masked`` attends to all of the tensors under a mask, as static caches do; else to a slice of them, which
+    ``masked`` attends to the whole tensors under a mask, like a static cache; otherwise to a slice that
     grows.
     """
 

@@ -1,4 +1,4 @@
-"""Who computes a case: ours, peers, torch's attentions and others', and eager torch."""
+"""Implementations of a case: attnlib, torch's attentions, other libraries, and eager torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,23 +21,23 @@ FUSED = MappingProxyType(
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "FA2": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "SDPA": None,  # torch chooses
+        "SDPA": None,  # the backend that torch chooses
     }
 )
 
 
 class Implementation(NamedTuple):
-    """A function of q, k and v that computes a case, and whether it wants heads before tokens."""
+    """A function of q, k and v that computes a case; ``heads_first`` if it takes heads before tokens."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     heads_first: bool
 
 
 def implementation(name: str, case: Case, place: Target) -> Implementation:
-    """The one called ``name``, made ready for a case.
+    """Prepare the implementation called ``name`` for a case.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
         NotImplementedError: it cannot compute the case.
     """
     tokens_first = {
@@ -63,9 +63,9 @@ def _ours(case: Case, place: Target) -> Callable:
 
 
 def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable:
-    """torch's fused attention."""
+    """Return torch's fused attention by one backend, or by torch's choice."""
     if case.mask not in (FULL, CAUSAL) or case.lengths:
-        raise NotImplementedError("torch's fused attention: full or causal batches alone")
+        raise NotImplementedError("torch's fused attention: only full or causal batches")
     options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
     if backend is None:
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
@@ -78,13 +78,13 @@ def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable
 
 
 def _transposed(case: Case, place: Target) -> Callable:
-    """torch's fused attention on tensors as projections make them, tokens before heads."""
+    """Return torch's fused attention for tensors with tokens before heads, as projections make them."""
     call = _fused(case, place, backend=None)
     return lambda *tensors: call(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
 
 def _by_sequence(case: Case, place: Target) -> Callable:
-    """torch's fused attention on one packed sequence after another."""
+    """Return torch's fused attention, called for one packed sequence after another."""
 
     def call(*tensors: Tensor) -> Tensor:
         sequences = zip(*(x.transpose(0, 1)[None].split(case.lengths, 2) for x in tensors), strict=True)
@@ -107,7 +107,7 @@ def _flex(case: Case, place: Target) -> Callable:
 
 
 def _eager(case: Case, place: Target) -> Callable:
-    """Attention as one would first write it, with its matrix of scores."""
+    """Return textbook attention, which computes the whole score matrix."""
     at = torch.arange(case.tokens, device=place.device)
     hidden = None if case.mask == FULL else ~case.mask.visible(at[:, None], at)
     group = case.heads // case.kv_heads

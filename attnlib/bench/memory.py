@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward over more and more tokens."""
+"""Peak memory of forward and backward, for growing numbers of tokens."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ from .watchdog import watched
 
 
 def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
-    """MiB beyond q, k, v and the output's gradient, and how much of it any implementation must hold."""
+    """Yield the peak MiB of each implementation, beyond q, k, v and the output's gradient.
+
+    The last column is the part that any implementation must hold.
+    """
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             ready = line_up(place, same_case(case, ("ours", *peers)))
@@ -31,7 +34,7 @@ def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2"
 
 
 def needed(case: Case) -> int:
-    """Bytes of the output and the gradients of q, k and v, and of LSE and delta in fp32."""
+    """Return the bytes of the output, of the gradients of q, k and v, and of LSE and delta in fp32."""
     queries, keys = case.batch * case.tokens * case.heads, case.batch * case.tokens * case.kv_heads
     rows = ((queries, case.dim), (keys, case.dim), (keys, case.value_dim), (queries, case.value_dim))
     return sum(map(math.prod, rows)) * case.dtype.itemsize + 2 * 4 * queries

@@ -1,9 +1,6 @@
-"""How much faster several ranks are than one: processes that share a sequence, or a cache, on GPUs or a
-CPU.
-"""
+"""Speedup of several ranks over one, on sequences and caches sharded over GPUs or CPU processes."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -22,7 +19,7 @@ from .. import CAUSAL, FULL, KVLayout, attention, cached_attention
 from ..parallel import gather_attention, head_attention, ring_attention, shard
 from .cases import Case, plain
 from .compare import APART, Cells, Failure, attempt, distance, in_turns
-from .place import Target, cpu, cuda
+from .place import Target, cpu, cuda, wall_seconds
 from .report import Line, Table
 from .speed import Rows, Run
 from .stored import Decoding, stored
@@ -31,9 +28,9 @@ from .watchdog import watched
 FORMS = MappingProxyType({"ring": ring_attention, "gather": gather_attention, "heads": head_attention})
 WHATS = MappingProxyType({"forward": "forward", "both": "forward + backward"})
 ONE = "one rank"
-ROUNDS = 9  # turns that all take
-STEPS = 20  # calls over a cache that a turn takes, on a GPU as one graph
-Found = list[tuple[str, str, Cells]]  # a table's name, and a row's name and cells
+ROUNDS = 9  # turns per implementation
+STEPS = 20  # calls over a cache per turn, on a GPU as one graph
+Found = list[tuple[str, str, Cells]]  # table name, row name, and cells
 
 LENGTHS = ((32768, "GQA 32/8 32k"), (131072, "GQA 32/8 128k"))
 SEQUENCES = tuple(
@@ -45,7 +42,11 @@ SMALL_CACHES = (Decoding("8 heads, 2 x 500", 2, 8, 500, KVLayout.latent(32, 8)),
 
 
 def counts(place: Target) -> list[int]:
-    """The numbers of ranks to try: powers of two, up to all GPUs, else RuntimeError; on a CPU two."""
+    """Return the numbers of ranks to try: powers of two up to the number of GPUs, or 2 on a CPU.
+
+    Raises:
+        RuntimeError: there are fewer than two GPUs.
+    """
     most = torch.cuda.device_count() if place.device == "cuda" else 2
     if most < 2:
         raise RuntimeError(
@@ -55,9 +56,7 @@ def counts(place: Target) -> list[int]:
 
 
 def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterable[Case]) -> Rows:
-    """A row of each table for each number of ranks and each case: what ``measure(place, mesh, case)``
-    finds.
-    """
+    """Yield what ``measure(place, mesh, case)`` returns, for each number of ranks, table and case."""
     for ranks in counts(place):
         with TemporaryDirectory() as folder:
             try:
@@ -67,14 +66,14 @@ def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterab
             found = json.loads(Path(folder, "rows.json").read_text())
         for table, (name, row, cells) in product(tables, found):
             if table.name == name:
-                told = {column: Failure(x) if isinstance(x, str) else x for column, x in cells.items()}
-                yield table, Line(f"{ranks} ranks, {row}", told)
+                restored = {column: Failure(x) if isinstance(x, str) else x for column, x in cells.items()}
+                yield table, Line(f"{ranks} ranks, {row}", restored)
 
 
 def _process(
     rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str
 ) -> None:
-    """One rank; the first writes what all have found."""
+    """Run one rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -91,13 +90,9 @@ def _process(
 
 
 def _milliseconds(call: Callable, place: Target) -> float:
-    """Of a call that all ranks begin together, on the slowest of them."""
+    """Time a call that all ranks start together; return the time of the slowest rank."""
     dist.barrier()
-    place.synchronize()
-    start = time.perf_counter()
-    call()
-    place.synchronize()
-    return _most((time.perf_counter() - start) * 1e3, place)
+    return _most(wall_seconds(call, place.synchronize) * 1e3, place)
 
 
 def _most(x: float, place: Target) -> float:
@@ -107,15 +102,13 @@ def _most(x: float, place: Target) -> float:
 
 
 def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: Target) -> object:
-    """The same, or a Failure where on some rank its results are not those of one rank."""
+    """Return ``run``, or a Failure if its results on some rank differ from those of one rank."""
     error = _most(distance(results(run), expected), place)
     return run if error < APART else Failure(f"differs from {ONE} by {error:.0e}")
 
 
 def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
-    """Attention to a sequence that ranks share, in each form and as torch does it, and on one that has it
-    whole.
-    """
+    """Time attention over a sharded sequence, in each form and by torch, and on one rank over all of it."""
     torch.manual_seed(0)
     options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
     own = [shard(x, mesh).clone() for x in whole]
@@ -130,11 +123,11 @@ def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
     right = {x: attempt(_checked, run, Run.results, expected, place) for x, run in runs.items()} | {ONE: one}
     taken = _by_what(right, place)
     theirs, found = attempt(_theirs, place, mesh, case, [x.detach() for x in whole], expected), []
-    for what, said in WHATS.items():
+    for what, label in WHATS.items():
         ours = {x: taken[what][x] for x in FORMS}
         peer = theirs if isinstance(theirs, Failure) else theirs[what]["torch"]
         for name, other in (("parallel", {ONE: taken[what][ONE]}), ("parallel-peers", {"torch": peer})):
-            found.append((name, f"{case.name}, {said}", ours | other))
+            found.append((name, f"{case.name}, {label}", ours | other))
     return found
 
 
@@ -149,8 +142,9 @@ def _by_what(runs: dict, place: Target) -> dict[str, Cells]:
 def _theirs(
     place: Target, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> dict:
-    """torch's own context parallelism, which deals chunks out as ours, and puts its attention in place of
-    torch's.
+    """Time torch's own context parallelism.
+
+    It shards the sequence like attnlib, and replaces scaled_dot_product_attention while it is active.
     """
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -166,11 +160,12 @@ def _theirs(
 
 @torch.no_grad()
 def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
-    """A token over latents: dealt out over ranks that share the heads, whole on each of them, and on one rank
-    alone.
+    """Time one token over latents that are sharded over ranks, copied to each rank, or on one rank.
+
+    Ranks that share or copy the latents each have some of the heads.
     """
     q, *keys = case.tensors(place.device)
-    whole, dealt, heads = (
+    whole, sharded, heads = (
         stored(case, keys),
         stored(case, keys, mesh=mesh).with_own_heads(),
         case.heads // mesh.size(),
@@ -178,7 +173,7 @@ def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
     here = slice(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
     attend = partial(cached_attention, mask=FULL, backend=place.backend)
     own = q[:, :, here].contiguous()
-    calls = {"dealt out": partial(attend, own, dealt), "copied": partial(attend, own, whole)}
+    calls = {"sharded": partial(attend, own, sharded), "copied": partial(attend, own, whole)}
     expected = [attend(q, whole)[:, :, here]]
     right = {x: attempt(_checked, run, lambda run: [run()], expected, place) for x, run in calls.items()}
     several = place.capture or (lambda call, n: lambda: [call() for _ in range(n)])

@@ -1,4 +1,4 @@
-"""Peers beyond torch, which are timed where their packages are installed: FlashAttention-4 and FlashInfer."""
+"""Other libraries to compare with, if they are installed: FlashAttention-4 and FlashInfer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import distributions
@@ -12,12 +12,12 @@ from .cases import Case
 from .place import Target
 
 PACKAGES = MappingProxyType({"FA4": "flash-attn-4", "FlashInfer": "flashinfer-python"})
-PAGE, LATENT_PAGE = 16, 64  # tokens of FlashInfer's pages
-WORKSPACE = 512 << 20  # bytes that FlashInfer is given for what splits leave
+PAGE, LATENT_PAGE = 16, 64  # tokens per page in FlashInfer
+WORKSPACE = 512 << 20  # bytes of FlashInfer's workspace for partial results
 
 
 def versions() -> dict[str, str]:
-    """By column, the packages that are there: ``flash-attn-4 4.0.0``."""
+    """Return the versions of installed libraries by column, e.g. ``{"FA4": "flash-attn-4 4.0.0"}``."""
     pairs = PACKAGES.items()
     return {
         name: f"{package} {found.version}" for name, package in pairs for found in distributions(name=package)
@@ -25,27 +25,27 @@ def versions() -> dict[str, str]:
 
 
 def present(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that can be imported: all but the peers whose packages are not there."""
+    """Return ``names`` without the libraries that are not installed."""
     absent = PACKAGES.keys() - versions().keys()
     return [name for name in names if name not in absent]
 
 
 def flash_attention_4(case: Case, place: Target) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """FlashAttention-4, tokens before heads."""
+    """Return FlashAttention-4's function for a case, with tokens before heads."""
     from flash_attn.cute import flash_attn_func
 
     if case.mask not in (FULL, CAUSAL) or case.lengths:
-        raise NotImplementedError("FA4: full or causal batches alone")
+        raise NotImplementedError("FA4: only full or causal batches")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q, k, v, causal=case.mask == CAUSAL)
-        return out[0] if isinstance(out, tuple) else out  # some versions give the LSE too
+        return out[0] if isinstance(out, tuple) else out  # some versions return the LSE, too
 
     return call
 
 
 def flashinfer(layout: KVLayout, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """FlashInfer, one query for each sequence over pages of its own, which lie in random order."""
+    """Return FlashInfer's decoding call: one query per sequence, over its own pages in random order."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 

@@ -1,4 +1,4 @@
-"""Where implementations run, and how their time and memory are taken: a GPU, or a CPU."""
+"""The devices to benchmark on, a GPU or a CPU, and how to measure time and memory there."""
 
 import gc
 import time
@@ -9,12 +9,12 @@ import torch
 
 
 class Target(NamedTuple):
-    """A device and the backend that ours runs on there; None is attnlib's choice.
+    """A device, the backend that attnlib uses there (None: attnlib chooses), and how to measure.
 
-    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held
-    before it. ``capture(call, n)`` makes of ``n`` calls one that the device repeats without the host, and
-    that returns what the last of them made. What is compared takes turns: ``rounds`` of them, and more to
-    fill ``budget`` seconds.
+    ``seconds(call)`` returns the time of one call, and ``peak(call)`` the most bytes that it held beyond
+    those held before it. ``capture(call, n)`` captures ``n`` calls as one that the device repeats without the
+    host, and that returns the result of the last one. Implementations take turns: ``rounds`` of them, and
+    more to fill ``budget`` seconds.
     """
 
     device: str
@@ -27,40 +27,42 @@ class Target(NamedTuple):
     budget: float = 0.0
 
     def tidy(self) -> None:
-        """Give back the memory that nobody holds any more, and what was compiled."""
+        """Free memory that is no longer used, and compiled code."""
         gc.collect()
         if self.device == "cuda":
-            torch.compiler.reset()  # else FlexAttention stops compiling after a few shapes
+            torch.compiler.reset()  # otherwise FlexAttention stops compiling after a few shapes
             torch.cuda.empty_cache()
 
 
 def cpu() -> Target:
-    """The CPU, where a call is timed once a turn; there are no graphs, and nobody counts memory."""
-    return Target("cpu", None, cpu_seconds, rounds=5, budget=6)
+    """Return the CPU target: one call per turn, without graphs and without measuring memory."""
+    return Target("cpu", None, wall_seconds, rounds=5, budget=6)
 
 
 def cuda() -> Target:
-    """The current CUDA device.
+    """Return the target of the current CUDA device.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU's cases")
+        raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU tables")
     return Target("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
 
 
-def cpu_seconds(call: Callable) -> float:
-    """Wall time of a call."""
+def wall_seconds(call: Callable, synchronize: Callable[[], None] = lambda: None) -> float:
+    """Return the wall time of a call, until the device has finished it."""
+    synchronize()
     start = time.perf_counter()
     call()
+    synchronize()
     return time.perf_counter() - start
 
 
 def gpu_seconds(call: Callable) -> float:
-    """Median seconds on the GPU of 150 ms of calls, each with a cold L2 cache, after 25 ms that warm it up.
+    """Return the median GPU time of calls over 150 ms, each with a cold L2 cache, after 25 ms of warm-up.
 
-    So long that a GPU is as warm, and its clock as slow, as in work that lasts.
+    Over that long, the GPU gets as warm, and its clock as slow, as under sustained work.
     """
     from triton.testing import do_bench
 
@@ -68,7 +70,7 @@ def gpu_seconds(call: Callable) -> float:
 
 
 def gpu_peak(call: Callable) -> int:
-    """The most bytes that a call held beyond those held before it, as torch's allocator counts."""
+    """Return the most bytes a call held beyond those held before, as counted by torch's allocator."""
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -79,11 +81,13 @@ def gpu_peak(call: Callable) -> int:
 
 
 def gpu_capture(call: Callable, calls: int) -> Callable:
-    """A CUDA graph of so many calls, as a function that replays it and returns what the last of them made."""
-    call()  # what is compiled or allocated once, is so before
+    """Capture ``calls`` calls as a CUDA graph; return a function that replays it.
+
+    The function returns the result of the last call.
+    """
+    call()  # compile, and allocate what is allocated once, before the capture
     graph = torch.cuda.CUDAGraph()
-    # The outer stream brings the present one back after a capture that fails, which the inner context does
-    # not.
+    # If the capture fails, torch.cuda.graph does not restore the current stream; torch.cuda.stream does.
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph):
         for _ in range(calls):
             made = call()
@@ -96,9 +100,7 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:
-    """Seconds of CPU time that a call takes to come back; so few are queued that none waits for the
-    device.
-    """
+    """Return the mean CPU time until a call returns; calls are too few to wait for the device."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):

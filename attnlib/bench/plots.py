@@ -1,4 +1,4 @@
-"""Tables whose rows differ by their tokens, as pictures: a line for each column."""
+"""Draw growing tables as pictures: one line per column, over the number of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +9,9 @@ from .report import MISSING, Line, Table
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Write a PNG of a growing table; ``where`` says what ran on what. Our line is wide, and seen below
-    another.
+    """Write a growing table as a PNG; ``where`` names the device and the versions.
+
+    Our line is wide, so that it stays visible below another one.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Tables of measurements: what they look like on a terminal, in Markdown and in JSON."""
+"""Tables of measurements, formatted for a terminal, as Markdown and as JSON."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ MISSING = Failure("")
 
 
 class Line(NamedTuple):
-    """A line of a table."""
+    """A row of a table: its name, its cells, and in a growing table its number of tokens."""
 
     name: str
     cells: Cells
@@ -19,11 +19,11 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What a table shows. Of what is counted per second more is better.
+    """The layout of a table. If the unit is per second, larger numbers are better.
 
-    The first ``ours`` columns of its rows are ours: a single one is compared with each of the others, several
-    with the best of the others. ``what`` is timed, "forward", "backward" or "both", where that does not
-    differ by row. The rows of a ``growing`` table differ by their tokens alone.
+    The first ``ours`` columns are attnlib's. A single one is compared with each of the other columns; several
+    are each compared with the best of the others. ``what`` is the timed pass ("forward", "backward" or
+    "both") if it is the same in all rows. The rows of a ``growing`` table differ only in their tokens.
     """
 
     name: str
@@ -38,14 +38,15 @@ class Table(NamedTuple):
         return self.unit.endswith("/s")
 
     def best(self, cells: Cells) -> str:
-        """The best of the columns that are not ours; "" if none has a number."""
+        """Return the best column that is not ours, or "" if none has a number."""
         numbers = {column: x for column, x in list(cells.items())[self.ours :] if not isinstance(x, Failure)}
         return (max if self.more_is_better else min)(numbers, key=numbers.get, default="")
 
     def ratio(self, cells: Cells, column: str) -> float | None:
-        """What stands in brackets: how many times better our first column is than this one.
+        """Return the ratio in brackets: how many times better our first column is than ``column``.
 
-        Where several columns are ours, how many times better this one of them is than the best other.
+        If several columns are ours, return how many times better ``column`` is than the best other column.
+        The result is None for a column that gets no ratio.
         """
         mine = list(cells)[: self.ours]
         if (column in mine) == (self.ours == 1):
@@ -57,11 +58,11 @@ class Table(NamedTuple):
         return a / b if self.more_is_better else b / a
 
     def failed(self, row: Line) -> bool:
-        """Whether a column that is ours has no number."""
+        """True if one of our columns has no number."""
         return any(isinstance(value, Failure) for value in list(row.cells.values())[: self.ours])
 
     def texts(self, row: Line, columns: Sequence[str]) -> list[str]:
-        """What stands in each column: a number, with a ratio in brackets, or why there is none."""
+        """Return the text of each cell: a number, with a ratio in brackets, or why there is no number."""
         found = []
         for column in columns:
             value, ratio = row.cells.get(column, MISSING), self.ratio(row.cells, column)
@@ -71,7 +72,7 @@ class Table(NamedTuple):
 
 
 def markdown(table: Table, rows: Sequence[Line], facts: dict[str, str]) -> str:
-    """The table and, above it, how and on what it was made."""
+    """Format the table as Markdown, below the command, the device, the versions and the date."""
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     lines = [f"## {table.title}", ", ".join((f"`{facts['command']}`", *list(facts.values())[1:])), ""]
     lines += [f"| {' | '.join([table.unit, *columns])} |", "|---|" + "---:|" * len(columns)]
@@ -80,7 +81,7 @@ def markdown(table: Table, rows: Sequence[Line], facts: dict[str, str]) -> str:
 
 
 def line(table: Table, row: Line) -> str:
-    """The row as a line of text."""
+    """Format a row as a line of text."""
     cells = zip(row.cells, table.texts(row, list(row.cells)), strict=True)
     return (
         f"{table.name}, {row.name}: {', '.join(f'{column} {cell}' for column, cell in cells)} [{table.unit}]"
@@ -88,12 +89,12 @@ def line(table: Table, row: Line) -> str:
 
 
 def digits(x: float) -> str:
-    """Three digits or more."""
+    """Format a number with at least three significant digits."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
 class Report:
-    """Rows as they come, kept in files that are whole after each of them, for a run may be cut short."""
+    """Collects rows and rewrites the files of their table after each one, in case the run is cut short."""
 
     def __init__(self, folder: Path, facts: dict[str, str], say: Callable[[str], None] = print):
         self.folder = folder

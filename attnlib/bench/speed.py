@@ -1,4 +1,4 @@
-"""How fast: rows whose columns are implementations of one case, and rows that compare cases of ours."""
+"""Speed tables: rows that compare implementations of a case, or several cases of attnlib."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,16 +16,13 @@ from .place import Target, host_seconds
 from .report import Line, Table
 from .watchdog import watched
 
-BATCHES = 30  # of calls whose CPU time is taken
+BATCHES = 30  # batches of calls whose CPU time is measured
 
 Rows = Iterator[tuple[Table, Line]]
-Pair = tuple[Case, Case]
 
 
 class Column(NamedTuple):
-    """A column of a row: an implementation and the case that it computes; not ``timed``, it is there as a
-    check.
-    """
+    """A column of a row: an implementation and its case. Unless ``timed``, it only checks the others."""
 
     name: str
     implementation: str
@@ -34,7 +31,7 @@ class Column(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An implementation on tensors of its own, and on the gradient of its output."""
+    """An implementation with its inputs and the gradient of its output."""
 
     call: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
@@ -42,8 +39,9 @@ class Run(NamedTuple):
     heads_first: bool
 
     def action(self, what: str) -> Callable[[], object]:
-        """What is timed: "inference"; "forward", in which autograd keeps what it needs; "backward" of one;
-        "both".
+        """Return the function to time, for "inference", "forward", "backward" or "both".
+
+        "forward" saves tensors for the backward pass; "backward" repeats the backward pass of one forward.
         """
         if what == "inference":
             tensors = [x.detach() for x in self.leaves]
@@ -56,21 +54,20 @@ class Run(NamedTuple):
         return lambda: torch.autograd.grad(self.call(*self.leaves), self.leaves, self.dout)
 
     def results(self) -> list[Tensor]:
-        """The output and the gradients of q, k and v, tokens before heads."""
+        """Return the output and the gradients of q, k and v, with tokens before heads."""
         out = self.call(*self.leaves)
-        # retain_graph, because torch.compile makes a backward that can be repeated only if the first is to
-        # be.
+        # With torch.compile, a backward pass can be repeated only if the first one retains the graph.
         found = [out.detach(), *torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)]
         return [x.transpose(1, 2) for x in found] if self.heads_first else found
 
 
 def same_case(case: Case, names: Iterable[str]) -> list[Column]:
-    """A column for each implementation."""
+    """Return a column for each implementation of one case."""
     return [Column(name, name, case) for name in names]
 
 
 def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure]:
-    """By column, whoever agrees with another implementation of its case, or why it does not run."""
+    """Prepare each column; one that cannot run, or disagrees on its case, becomes a Failure."""
     ready: dict[str, Run | Failure] = {}
     for case in dict.fromkeys(column.case for column in columns):
         mine = [column for column in columns if column.case == case]
@@ -82,7 +79,7 @@ def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure
 
 
 def _layouts(place: Target, case: Case) -> dict[bool, list[Tensor]]:
-    """The same numbers with tokens before heads, and heads before tokens."""
+    """Return the same tensors with tokens before heads (False) and with heads before tokens (True)."""
     given = case.tensors(place.device)
     layouts = {
         False: given,
@@ -101,8 +98,9 @@ def _run(column: Column, place: Target, layouts: Mapping[bool, list[Tensor]]) ->
 
 
 def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
-    """For each of ``whats`` the seconds of every timed column; whoever is apart from the others is not
-    timed.
+    """Return, for each of ``whats``, the seconds of every timed column.
+
+    A column whose results disagree with the others is not timed.
     """
     ready = line_up(place, columns)
     timed = [column.name for column in columns if column.timed]
@@ -117,7 +115,7 @@ def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> d
 
 
 def rows(place: Target, tables: Sequence[Table], work: Iterable[Case], peers: Sequence[str]) -> Rows:
-    """Ours against peers: a row of each table for each case, and a column for each implementation."""
+    """Compare attnlib with other libraries: one row per table and case, one column per implementation."""
     for case in work:
         columns = same_case(case, ("ours", *present(peers)))
         with watched(f"{tables[0].name}, {case.name}"):
@@ -128,9 +126,12 @@ def rows(place: Target, tables: Sequence[Table], work: Iterable[Case], peers: Se
 
 
 def varlen(
-    place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2"
+    place: Target,
+    tables: Sequence[Table],
+    work: Iterable[tuple[Case, Case]] = cases.VARLEN,
+    check: str = "FA2",
 ) -> Rows:
-    """Packed sequences against a batch of as many tokens."""
+    """Compare packed sequences with a batch of as many tokens."""
     for packed, dense in work:
         columns = (
             Column("packed", "ours", packed),
@@ -144,7 +145,7 @@ def varlen(
 def window(
     place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2"
 ) -> Rows:
-    """A sliding window against all earlier keys."""
+    """Compare a sliding window with full causal attention."""
     near, far = work
     columns = (
         Column("sliding", "ours", near),
@@ -160,7 +161,7 @@ def window(
 def grouped(
     place: Target, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2"
 ) -> Rows:
-    """Fewer KV heads against as many as query heads."""
+    """Compare grouped KV heads with as many KV heads as query heads."""
     ours = [Column(case.name, "ours", case) for case in work]
     checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]
     name = f"{work[0].batch} x {work[0].tokens} d{work[0].dim}"
@@ -170,23 +171,22 @@ def grouped(
 def overhead(
     place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES
 ) -> Rows:
-    """CPU time from a small call to its last launch."""
-    clock = partial(host_seconds, synchronize=place.synchronize)
-    where = place._replace(seconds=clock, rounds=batches)
-    return by_what(where, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
+    """Measure the CPU time from a small call to its last launch."""
+    place = place._replace(seconds=partial(host_seconds, synchronize=place.synchronize), rounds=batches)
+    return by_what(place, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
 
 
 def by_what(place: Target, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
-    """A row for each of ``whats``; its columns may be different cases."""
+    """Yield a row for each of ``whats``; its columns may be different cases."""
     with watched(f"{table.name}, {name}"):
         taken = compare(place, columns, whats)
     for what in whats:
-        said = "forward + backward" if what == "both" else what
-        yield table, Line(f"{name}, {said}", _in_units(table, what, taken[what], columns))
+        label = "forward + backward" if what == "both" else what
+        yield table, Line(f"{name}, {label}", _in_units(table, what, taken[what], columns))
 
 
 def _in_units(table: Table, what: str, seconds: Cells, columns: Iterable[Column]) -> Cells:
-    """Seconds as the table's milliseconds, microseconds or TFLOP/s; a Failure stays one."""
+    """Convert seconds to the table's unit: ms, us or TFLOP/s; a Failure stays one."""
     flops = {column.name: column.case.flops(what) for column in columns}
 
     def convert(name: str, taken: float) -> float:

@@ -1,8 +1,5 @@
-"""Whole decoding steps: layers in eager calls, in a graph and compiled, and an MLA layer in both of its
-forms.
-"""
+"""Whole decoding steps: layers run eagerly, as a CUDA graph and compiled, and both forms of an MLA layer."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,18 +17,18 @@ from .. import (
     cached_attention,
 )
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
-from .place import Target, host_seconds
+from .place import Target, host_seconds, wall_seconds
 from .report import Line, Table
 from .speed import BATCHES, Rows
 from .stored import PAGE, cache_for
 from .watchdog import watched
 
-TURN = 32  # steps
+TURN = 32  # steps per turn
 DTYPE = torch.bfloat16
 
 
 class StepCase(NamedTuple):
-    """Sequences that decode through some equal layers, one token a step, from a context on."""
+    """Sequences that decode one token per step through identical layers, after a stored context."""
 
     name: str
     batch: int
@@ -47,7 +44,7 @@ STEPS = (StepCase("1 x 1k", 1, 1024), StepCase("16 x 1k", 16, 1024))
 
 
 class LatentLayer(NamedTuple):
-    """Sequences of so many tokens through one MLA layer, and the ranks of its queries and latents."""
+    """Sequences of ``tokens`` tokens through one MLA layer, and the ranks of its queries and latents."""
 
     name: str
     batch: int
@@ -56,7 +53,7 @@ class LatentLayer(NamedTuple):
     heads: int
     q_rank: int | None
     rank: int = 512
-    head: int = 128  # channels of a value, and of what is not rotated of a key
+    head: int = 128  # channels of a value, and of the unrotated part of a key
     rope: int = 64
     dtype: torch.dtype = DTYPE
 
@@ -79,14 +76,14 @@ FORMS = (
 
 
 class Stack(nn.Module):
-    """Grouped-query layers that share one computation of the angles."""
+    """Grouped-query layers that compute the rotary angles once."""
 
     def __init__(self, work: StepCase, place: Target):
         super().__init__()
-        ways = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
+        options = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
         sizes = {"num_kv_heads": work.kv_heads, "rope": Rope(work.width // work.heads)}
         self.layers: nn.ModuleList = nn.ModuleList(
-            GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **ways)
+            GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **options)
             for _ in range(work.layers)
         )
 
@@ -98,7 +95,7 @@ class Stack(nn.Module):
 
 
 class Decoder:
-    """A stack over a cache that holds the context and has room for one turn's steps."""
+    """A stack and a cache that holds the context, with capacity for one turn of steps."""
 
     def __init__(self, work: StepCase, place: Target):
         self._work, self._place = work, place
@@ -112,7 +109,7 @@ class Decoder:
                 _append_random(place, layer, self.model.layers[0].rope)
 
     def turn(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> Tensor:
-        """Steps from the context on: what the last of them gives."""
+        """Run one turn of steps after the context; return the last output."""
         for handle in self._handles:
             self.cache.truncate(handle, self._work.context)
         for _ in range(TURN):
@@ -121,19 +118,16 @@ class Decoder:
         return out
 
     def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
-        """Of one step, the host's work included, from the first call of a turn until the device has done the
-        last.
+        """Return the seconds per step, including the host's work.
+
+        They are measured from the first call of a turn until the device has finished the last one.
         """
-        self._place.synchronize()
-        start = time.perf_counter()
-        self.turn(run)
-        self._place.synchronize()
-        return (time.perf_counter() - start) / TURN
+        return wall_seconds(partial(self.turn, run), self._place.synchronize) / TURN
 
 
 @torch.no_grad()
 def rows(place: Target, tables: Sequence[Table], work: Iterable[Work], measure: Callable[..., Cells]) -> Rows:
-    """A row for each case: microseconds of what is measured."""
+    """Yield a row per case, with the measured times in microseconds."""
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             cells = attempt(measure, place, case)
@@ -143,12 +137,12 @@ def rows(place: Target, tables: Sequence[Table], work: Iterable[Work], measure: 
 
 
 def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Cells:
-    """A step of some layers in a graph that was captured once, in eager calls and compiled to one graph."""
+    """Time a decoding step replayed as a CUDA graph, in eager calls, and compiled to one graph."""
     decoder = Decoder(case, place)
     model, x = decoder.model, decoder.x
     compiled = compile(model, fullgraph=True)
     with decoder.cache.step(1) as layers:
-        model(x, layers)  # who cannot, says so here
+        model(x, layers)  # raises here if the layers cannot run
         replay = attempt(place.capture, partial(model, x, layers), 1)
     runs = {
         "graph": attempt(lambda replay: lambda layers: replay(), replay),
@@ -159,7 +153,7 @@ def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Ce
 
 
 def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
-    """CPU time of one layer's append and attention, from the call to the last launch."""
+    """Measure the CPU time of one layer's append and attention, from the call to the last launch."""
     decoder = Decoder(case._replace(layers=1), place)
     rope, width = decoder.model.layers[0].rope, case.width // case.heads
     q = _random(place, case.dtype, case.batch, 1, case.heads, width)
@@ -176,9 +170,7 @@ def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
 
 
 def forms(place: Target, case: LatentLayer) -> Cells:
-    """One token through an MLA layer that attends over its latents, and through one that expands them
-    again.
-    """
+    """Time one token through an MLA layer in absorbed form, and in expanded form."""
     layers = {form: case.layer(place, form, place.backend) for form in ("absorbed", "expanded")}
     layers["torch"] = case.layer(place, "absorbed", "torch")
     first = layers["absorbed"]
@@ -195,7 +187,7 @@ def forms(place: Target, case: LatentLayer) -> Cells:
 
 
 def _append_random(place: Target, kv, rope: Rope) -> None:
-    """Fill this step's slots, rotated as a layer with this rope does."""
+    """Fill this step's slots with random keys and values, rotated as a layer with this rope rotates them."""
     layout, rows = kv.layout, kv.positions.shape
     sizes = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
     keys = [_random(place, layout.dtype, *rows, *size) for size in sizes]

@@ -1,4 +1,4 @@
-"""What decoding reads: cases as values, and caches filled for them whose pages lie in random order."""
+"""Decoding cases, and caches filled for them whose pages lie in random order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,15 +15,13 @@ from .implementations import implementation
 from .peers import flashinfer
 from .place import Target
 
-PAGE = 64  # tokens, where nothing else is said
-READ = 16 << 30  # bytes that the calls of one graph read together
-SHELVES = 64  # sequences that give their pages back in turns, to mix them
+PAGE = 64  # tokens per page, by default
+READ = 16 << 30  # bytes that all calls of one graph read together
+SHELVES = 64  # sequences that free their pages in random turns, to shuffle them
 
 
 class Decoding(NamedTuple):
-    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and
-    how.
-    """
+    """A decoding case: sequences with one new token each, query heads, stored tokens, and cache layout."""
 
     name: str
     batch: int
@@ -33,11 +31,11 @@ class Decoding(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """How many fill a graph, so that what a replay costs by itself does not count."""
+        """The number of calls per graph, large enough to hide the cost of a replay."""
         return max(4, min(200, READ // (self.batch * self.tokens * self.layout.token_bytes)))
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Random q, and what ``append`` takes of all tokens: k and v, or latents and rotary keys."""
+        """Return random q, and what ``append`` takes for all tokens: k and v, or latents and rotary keys."""
         layout, source = self.layout, torch.Generator(device).manual_seed(0)
 
         def random(*size: int) -> Tensor:
@@ -58,32 +56,38 @@ def cache_for(
     mesh: DeviceMesh | None = None,
     **options: object,
 ) -> KVCache:
-    """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random
-    order.
+    """Return an empty cache for ``batch`` sequences of ``tokens`` tokens.
+
+    It is contiguous, or hands out its pages in random order.
     """
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
     of_all_ranks = page_size * (1 if mesh is None else mesh.size())
     pages, rows = -(-tokens // of_all_ranks), max(batch, SHELVES)
-    sizes = {
-        "pages": batch * pages,
-        "page_size": page_size,
-        "max_sequences": rows,
-        "max_length": pages * of_all_ranks,
-    }
-    cache = KVCache.paged(layouts, **sizes, device=device, mesh=mesh, **options)
+    cache = KVCache.paged(
+        layouts,
+        pages=batch * pages,
+        page_size=page_size,
+        max_sequences=rows,
+        max_length=pages * of_all_ranks,
+        device=device,
+        mesh=mesh,
+        **options,
+    )
     _mix(cache, batch * pages, of_all_ranks, rows)
     return cache
 
 
 def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
-    """Take every page and give it back, one at a time of a random sequence: who comes next gets them in that
-    order.
+    """Shuffle the free pages of a cache.
+
+    Takes every page, then gives them back one by one from random sequences; the next sequences get them in
+    that order.
     """
     shelves = cache.admit(rows)
     held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
     with cache.step(held, replay=True):
-        pass  # nobody reads these tokens
+        pass  # these tokens are never read
     turns = [shelf for shelf, tokens in held.items() for _ in range(tokens // page_size)]
     Random(0).shuffle(turns)
     for shelf in turns:
@@ -101,7 +105,7 @@ def stored(
     batch_invariant: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> KVView:
-    """What a cache of its own, which holds ``keys``, shows to one query of each sequence."""
+    """Return the view of one query per sequence over a new cache that holds ``keys``."""
     layout, device = replace(case.layout, store=store), keys[0].device
     cache = cache_for(
         [layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant
@@ -114,7 +118,10 @@ def stored(
 
 
 def forked(case: Decoding, keys: Sequence[Tensor]) -> KVView:
-    """The same of the first sequence's tokens, shared by all and read once, and the last token of each."""
+    """Return the view over forks of the first sequence, each with its own last token.
+
+    The shared tokens are stored and read once.
+    """
     cache = cache_for([case.layout], case.batch, case.tokens, PAGE, keys[0].device, shared_prefixes=1)
     [first] = cache.admit()
     with cache.step(case.tokens - 1) as (layer,):
@@ -125,20 +132,21 @@ def forked(case: Decoding, keys: Sequence[Tensor]) -> KVView:
 
 
 def copied(case: Decoding, keys: Sequence[Tensor]) -> KVView:
-    """What ``forked`` shows, stored for each sequence."""
+    """Return the view of the same tokens as ``forked``, stored separately for each sequence."""
     repeated = [torch.cat((x[:1, :-1].expand(case.batch, *x[0, :-1].shape), x[:, -1:]), 1) for x in keys]
     return stored(case, repeated)
 
 
 def ours(place: Target, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
-    """Attention over the view that ``fill`` gives."""
+    """Return a call of attnlib's attention over the view that ``fill`` returns."""
     view = fill()
     return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
 
 
 def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """One of torch's attentions over plain tensors, heads before tokens; FlashInfer; or of latents the
-    definition.
+    """Return a call of another implementation, by name.
+
+    It is one of torch's attentions over contiguous tensors, FlashInfer, or for latents the definition.
     """
     if name == "definition":
         return by_definition(q, *keys)
@@ -154,7 +162,7 @@ def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Ten
 
 
 def by_definition(q: Tensor, latent: Tensor, rope: Tensor) -> Callable[[], Tensor]:
-    """Attention over latents in fp32, one sequence after another with all its scores."""
+    """Return fp32 attention over latents, one sequence at a time with its whole score matrix."""
 
     def one(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         keys = torch.cat((latent, rope), -1).float()

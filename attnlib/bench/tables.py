@@ -1,4 +1,4 @@
-"""The benchmark's tables: chosen, filled and written one after another."""
+"""The benchmark's tables: choose, fill and write them."""
 
 import platform
 import time
@@ -24,7 +24,7 @@ from .report import Line, Report, Table, markdown
 
 
 class TableEntry(NamedTuple):
-    """A table, and what fills it; neighbours that one function fills are filled together."""
+    """A table and the function that fills it; neighbours with the same function are filled together."""
 
     fill: Callable[[Target, Sequence[Table]], speed.Rows]
     table: Table
@@ -56,9 +56,18 @@ GPU = (
     _table(TRAINING, "forward", "Forward, bf16", RATE, what="forward"),
     _table(TRAINING, "backward", "Backward, bf16", RATE, what="backward"),
     _table(LONG, "long", "Long sequences, 16 heads d128 causal, bf16", "ms", what="both", growing=True),
-    _table(speed.varlen, "varlen", "Packed sequences against a batch, 16 heads d128 causal, bf16", RATE),
-    _table(speed.window, "window", "A sliding window against all earlier keys, 16 heads d128, bf16", "ms"),
-    _table(speed.grouped, "gqa", "Grouped against as many KV heads, d128 causal, bf16", "ms"),
+    _table(
+        speed.varlen, "varlen", "Packed sequences compared with a batch, 16 heads d128 causal, bf16", RATE
+    ),
+    _table(
+        speed.window,
+        "window",
+        "A sliding window compared with full causal attention, 16 heads d128, bf16",
+        "ms",
+    ),
+    _table(
+        speed.grouped, "gqa", "Grouped KV heads compared with as many as query heads, d128 causal, bf16", "ms"
+    ),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),
     _table(GROWING, "growing", "48 heads d64, causal forward, bf16", RATE, what="forward", growing=True),
@@ -71,8 +80,8 @@ GPU = (
         growing=True,
     ),
     _table(DECODE, "decode", "One token over a full cache, d128, bf16", ours=5),
-    _table(MLA, "mla-decode", "One token over a cache of latents, 512 + 64, absorbed, bf16", ours=2),
-    _table(QUANTISED, "decode-quantised", "One token over a cache of one byte a value, pages of 64", ours=2),
+    _table(MLA, "mla-decode", "One token over a latent cache, 512 + 64, absorbed, bf16", ours=2),
+    _table(QUANTISED, "decode-quantised", "One token over an fp8 or int8 cache, pages of 64", ours=2),
     _table(SHARED, "shared-prefix", "One token over forks of one prompt, pages of 64, bf16"),
     _table(INVARIANT, "batch-invariant", "The same bits in any batch, pages of 64, bf16"),
     _table(STEPS, "decode-calls", "A step of 4 layers of 4096 channels, GQA 32/8, pages of 64, bf16"),
@@ -92,15 +101,21 @@ def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]
         _table(
             shared,
             "parallel",
-            "A sequence that ranks share, against one rank that has it whole",
+            "A sequence sharded over ranks, compared with one rank",
             "ms",
             ours=3,
         ),
-        _table(shared, "parallel-peers", "The same against torch's context_parallel", "ms", ours=3),
+        _table(
+            shared,
+            "parallel-peers",
+            "A sequence sharded over ranks, compared with torch's context_parallel",
+            "ms",
+            ours=3,
+        ),
         _table(
             decoded,
             "parallel-decode",
-            "One token over latents that ranks share, each with its own heads",
+            "One token over a latent cache sharded over ranks, each with its own heads",
             "ms",
         ),
     )
@@ -111,10 +126,10 @@ PARALLEL_CPU = _parallel(parallel.SMALL_SEQUENCES, parallel.SMALL_CACHES)
 
 
 def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEntry, ...]:
-    """The named tables, or without names all of them.
+    """Return the tables in ``names``, or all tables if there are no names.
 
     Raises:
-        ValueError: no table is called so.
+        ValueError: a name is unknown.
     """
     known = [entry.table.name for entry in entries]
     if unknown := [name for name in names if name not in known]:
@@ -123,12 +138,12 @@ def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEn
 
 
 def listing(entries: Sequence[TableEntry]) -> str:
-    """The tables, one a line."""
+    """List the tables, one per line."""
     return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
 
 
 def run(place: Target, entries: Sequence[TableEntry], folder: Path, command: str) -> int:
-    """Fill the tables and write them into ``folder``; returns 1 if ours failed anywhere, else 0."""
+    """Fill the tables and write them into ``folder``; return 1 if attnlib failed in any row, else 0."""
     torch.manual_seed(0)
     start = time.perf_counter()
 
@@ -172,7 +187,7 @@ def _draw(report: Report, table: Table) -> None:
 
 
 def facts(place: Target, command: str) -> dict[str, str]:
-    """The command, what it ran on, and when."""
+    """Return the command, the device, the versions and the date."""
     found = {"command": command, "device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if place.device == "cuda":
         found["device"] = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""The watchdog: a case that hangs is named and ends the run, which nobody waits for."""
+"""The watchdog: name a benchmark case that hangs, and end the process."""
 
 import faulthandler
 import os
@@ -7,20 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-PATIENCE = (
-    300.0  # seconds; the slowest case of an H200 takes about 90: training on 64k tokens, all implementations
-)
-HANGS = 3  # the exit status
+# Seconds per case. On an H200 the slowest, training on 64k tokens with all implementations, takes about 90.
+PATIENCE = 300.0
+HANGS = 3  # the exit status of a run that hangs
 
 
 @contextmanager
 def watched(name: str, seconds: float = PATIENCE) -> Iterator[None]:
-    """End the process, with what is called ``name`` and a traceback, if the body takes longer than
-    ``seconds``.
+    """Run the body; if it takes longer than ``seconds``, print ``name`` and a traceback and end the process.
 
-    Only the end of its process stops a kernel that hangs. Who waits for it waits in the driver, where neither
-    an alarm's handler nor an exception arrives; a thread runs on, for torch and Triton wait without Python's
-    lock. Events could be polled instead, but not where ``do_bench``, allocators and peers wait.
+    Only the end of its process stops a kernel that hangs. The thread that waits for the kernel waits inside
+    the driver, where neither a signal handler nor an exception reaches it. A timer thread still runs, because
+    torch and Triton release the GIL while they wait. Polling events instead is not possible where
+    ``do_bench``, allocators or other libraries wait.
     """
     timer = Timer(seconds, _end, (name, seconds))
     timer.daemon = True

@@ -273,7 +273,10 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
         )
     else:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
-        remedy = f"step({step[1]}) is for as many tokens of each live sequence, step({{handle: n}}) for packed ones"
+        remedy = (
+            f"step({step[1]}) is for as many tokens of each live sequence, "
+            "step({handle: n}) for packed ones"
+        )
     raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
 
 

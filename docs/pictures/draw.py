@@ -1,9 +1,8 @@
-"""Draw the pictures of docs/performance.md anew, each from the table above it and under what the page calls
-it.
+"""Redraw the pictures of docs/performance.md, each from the table above it and with its alt text as caption.
 
     python docs/pictures/draw.py
 
-`python -m attnlib bench --gpu` draws the same pictures of a new run.
+`python -m attnlib bench --gpu` draws the same pictures for a new run.
 """
 
 import re
@@ -22,7 +21,7 @@ TABLES = {entry.table.name: entry.table for entry in GPU}
 
 
 class Picture(NamedTuple):
-    """A table of the page, its rows, and what the page says they were measured on."""
+    """A table of the page, its rows, and the caption that says what they were measured on."""
 
     table: Table
     rows: list[Line]
@@ -30,10 +29,10 @@ class Picture(NamedTuple):
 
 
 def pictures(page: str) -> list[Picture]:
-    """What the page draws, in its order.
+    """Return the page's pictures, in order.
 
     Raises:
-        ValueError: the table above a picture is not in the unit of the benchmark's table of that name.
+        ValueError: the table above a picture has another unit than the benchmark's table of that name.
     """
     return [
         Picture(TABLES[found[2]], _rows(page[: found.start()], TABLES[found[2]]), found[1])
@@ -42,7 +41,7 @@ def pictures(page: str) -> list[Picture]:
 
 
 def _rows(above: str, table: Table) -> list[Line]:
-    """The last table of the text; the ratios in its brackets are left out."""
+    """Parse the last table of the text; ratios in brackets are dropped."""
     block = re.findall(r"(?:^\|.*\|\n)+", above, re.MULTILINE)[-1].splitlines()
     (unit, *columns), _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in block)
     if unit != table.unit:
@@ -63,7 +62,7 @@ def _tokens(name: str) -> int:
 
 
 def main(pages: Sequence[Path] = (DOCS / "performance.md",), folder: Path = DOCS / "pictures") -> None:
-    """Draw them all."""
+    """Redraw the pictures of all pages."""
     for page in pages:
         for picture in pictures(page.read_text()):
             path = folder / f"{picture.table.name}.png"

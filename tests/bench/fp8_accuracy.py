@@ -46,7 +46,8 @@ def rows(device: str) -> Iterator[str]:
         )
         kernels = ", ".join(name for name in (told.chosen, told.variant) if name)
         for draw in (normal, outliers):
-            yield f"| d{d}, {draw.__name__} | {kernels} | {' | '.join(f'{x:.1e}' for x in errors(d, draw, device))} |"
+            cells = " | ".join(f"{x:.1e}" for x in errors(d, draw, device))
+            yield f"| d{d}, {draw.__name__} | {kernels} | {cells} |"
 
 
 if __name__ == "__main__":

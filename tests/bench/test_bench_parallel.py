@@ -39,7 +39,7 @@ def test_one_of_the_tables_alone():
     found = list(parallel.rows(place(), [TABLES["parallel-decode"]], parallel.latents, parallel.SMALL_CACHES))
     [(table, row)] = found
     assert (table.name, row.name) == ("parallel-decode", "2 ranks, 8 heads, 2 x 500")
-    assert set(row.cells) == {"dealt out", "copied", "one rank"}
+    assert set(row.cells) == {"sharded", "copied", "one rank"}
     assert not any(isinstance(x, Failure) for x in row.cells.values())
 
 

@@ -355,7 +355,10 @@ def test_a_page_too_few_is_noticed_before_anything_is_written():
     twin = paged(PLAIN, pages=4)
     first, second = twin.admit(2)
     twin.step({first: 6, second: 4})
-    message = r"the step needs 2 pages and 1 is free \(page_size=4\); release\(\) a sequence or make the cache larger"
+    message = (
+        r"the step needs 2 pages and 1 is free \(page_size=4\); "
+        r"release\(\) a sequence or make the cache larger"
+    )
     refused(twin, CacheFullError, lambda: twin.step({first: 1, second: 5}), message)
     twin.step({first: 2, second: 4})
     refused(twin, CacheFullError, lambda: twin.step(1), "needs 2 pages and 0 are free")

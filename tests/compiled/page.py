@@ -19,28 +19,31 @@ COLUMNS = """\
 INTRODUCTION = f"""\
 # Compiled kernels
 
-`make compile-check` compiles the kernels for chips that need not be there, with each Triton below, and writes this
-page: what each entry of the launch tables takes with the newest, and where that is something else with the others; and
-which kernels spill most of those for calls in which any two of these meet: chip, head, dtype, mask, padding or packing,
-softcap, slopes, sinks, dropout, a gradient of the LSE, length. For caches these are chip, layer, dtype, store, page
-size, batch, new tokens, packing, mask and flags, and every kind of call is built for every chip. `make compile-quick`,
-in CI, compiles the tables' entries alone, and fails where one does not compile, does not fit, reads a register that
-ptxas never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs at once and spills no less.
+`make compile-check` compiles the kernels for chips that need not be there, with each Triton below, and writes
+this page: what each entry of the launch tables takes with the newest, and where that is something else with
+the others; and which kernels spill most of those for calls in which any two of these meet: chip, head, dtype,
+mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. For caches these are
+chip, layer, dtype, store, page size, batch, new tokens, packing, mask and flags, and every kind of call is
+built for every chip. `make compile-quick`, in CI, compiles the tables' entries alone, and fails where one
+does not compile, does not fit, reads a register that ptxas never wrote, spills over {SLACK} bytes more than
+here, or leaves an SM fewer programs at once and spills no less.
 
-Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
-`per SM` is how many programs an SM has room for.
+Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a
+program's; `per SM` is how many programs an SM has room for.
 
-Kernels of Hopper's own, whose calls say `Hopper`, have warps that load beside warps that multiply: tiles say all of
-them, and the slots for keys and for values. Registers are those at the launch; warps that load then give theirs to
-those that multiply. The check reads the loops of each: a trip without masking has the matrix instructions of its two
-products and no more, waits for them as often as it should, has its exponentials before the wait for the product that
-they run under, and leaves the stack alone, but for the entries of `SPILLING` in `tests/compiled/loops.py`. What else
-they spill, they spill outside such trips: in a tile's first and last block, or where one is masked or done again.
+Kernels of Hopper's own, whose calls say `Hopper`, have warps that load beside warps that multiply: tiles say
+all of them, and the slots for keys and for values. Registers are those at the launch; warps that load then
+give theirs to those that multiply. The check reads the loops of each: a trip without masking has the matrix
+instructions of its two products and no more, waits for them as often as it should, has its exponentials
+before the wait for the product that they run under, and leaves the stack alone, but for the entries of
+`SPILLING` in `tests/compiled/loops.py`. What else they spill, they spill outside such trips: in a tile's
+first and last block, or where one is masked or done again.
 
-Calls over caches (`decode`, then `combine` for splits of sequences, which `schedule` cuts; `write` stores tokens) say
-query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head, or those of a latent
-and its rotary key, `16 x d512+64`. They are of 16 sequences with one new token each, over pages of 64 tokens, but where
-they say otherwise. Tiles are rows of queries x keys; of `combine` splits x channels, of `schedule` sequences x splits.
+Calls over caches (`decode`, then `combine` for splits of sequences, which `schedule` cuts; `write` stores
+tokens) say query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head,
+or those of a latent and its rotary key, `16 x d512+64`. They are of 16 sequences with one new token each,
+over pages of 64 tokens, but where they say otherwise. Tiles are rows of queries x keys; of `combine` splits x
+channels, of `schedule` sequences x splits.
 """
 
 Built = Mapping[AnyBuild, Binary | BaseException]

@@ -64,7 +64,11 @@ QWEN_EYES |= {"intermediate_size": 24, "fullatt_block_indexes": [0]}
 QWEN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
 SEEING = MappingProxyType(
     {
-        "gemma3": {"text_config": SIZES | DECODERS["gemma3_text"], "vision_config": EYES, "mm_tokens_per_image": 4},
+        "gemma3": {
+            "text_config": SIZES | DECODERS["gemma3_text"],
+            "vision_config": EYES,
+            "mm_tokens_per_image": 4,
+        },
         "llava": {
             "text_config": SIZES | {"model_type": "qwen2"},
             "vision_config": EYES | {"model_type": "clip_vision_model"},

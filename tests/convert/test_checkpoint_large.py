@@ -108,7 +108,10 @@ def test_four_gigabytes_take_three_copies_at_most_and_little_memory(tmp_path):
     copy(source, tmp_path / "copy")
     copying = time.perf_counter() - start
     shutil.rmtree(tmp_path / "copy")
-    code = f"import test_checkpoint_large as t; t.measured_conversion({str(source)!r}, {str(tmp_path / 'out')!r})"
+    code = (
+        "import test_checkpoint_large as t; "
+        f"t.measured_conversion({str(source)!r}, {str(tmp_path / 'out')!r})"
+    )
     run = in_python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     printed, bar = run.communicate()
     assert run.returncode == 0, bar

@@ -252,13 +252,16 @@ BRANCHES = """if True:
     class Head:
         words = 3 * measuring.WORDS
         take = lambda self, first, last: None
-        __call__ = lambda self, x: x[:, :1].expand(-1, measuring.WORDS) * torch.linspace(0, 1, measuring.WORDS)
+        __call__ = lambda self, x: (
+            x[:, :1].expand(-1, measuring.WORDS) * torch.linspace(0, 1, measuring.WORDS)
+        )
 
     def taken():
         [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
         return int(line.split()[1]) * 1024
 
-    torch.empty(7_500_000)  # when it goes, the C library takes less than its 30 MB of the heap, as in any conversion
+    # When this is freed, glibc serves blocks below its 30 MB from the heap, as in any conversion.
+    torch.empty(7_500_000)
     path = [torch.randn(1, 512, 4)]
     apart = [{size: [path[0] + size] for size in (1, 2)} for _ in range(8)]
     before = taken()

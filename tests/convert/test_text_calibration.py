@@ -211,7 +211,8 @@ import torch
 from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.text.layerwise import TextCalibration
-calibrations = TextCalibration(read_model(read_folder(Path({str(sources["llama"])!r}))), torch.full((2, 9), 5))
+model = read_model(read_folder(Path({str(sources["llama"])!r})))
+calibrations = TextCalibration(model, torch.full((2, 9), 5))
 calibrations({index})
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

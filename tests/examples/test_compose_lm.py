@@ -48,7 +48,7 @@ def test_a_cache_of_another_size_than_the_formula_fails(text_file, tmp_path, mon
 def test_another_cached_continuation_fails(text_file, tmp_path, monkeypatch, small_preset):
     decode = compose_lm.decode_cached
     monkeypatch.setattr(compose_lm, "decode_cached", lambda *a: (decode(*a) + 1) % 256)
-    with pytest.raises(SystemExit, match="cached and uncached greedy decoding differ: sequence 0 parts"):
+    with pytest.raises(SystemExit, match="cached and uncached greedy decoding differ: sequence 0 diverges"):
         run(text_file, tmp_path, "--variants", "mqa")
 
 

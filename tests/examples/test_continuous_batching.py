@@ -17,7 +17,7 @@ def test_the_default_run_serves_at_least_twice_as_many(tmp_path, capsys, small_p
     monkeypatch.setattr(continuous_batching, "ROUNDS", 1)  # the seconds do not matter here
     continuous_batching.main(["--out", str(tmp_path / "new")])
     shown = capsys.readouterr().out
-    assert "all 128 answers of both are those of each request alone" in shown
+    assert "all 128 answers of both caches equal those of each request on its own" in shown
     assert (tmp_path / "new" / "continuous_batching.png").read_bytes().startswith(b"\x89PNG")
     rows = [line.split("|")[1:-1] for line in shown.splitlines() if line.startswith("|")]
     names, _, *cells = [[cell.strip() for cell in row] for row in rows]
@@ -90,7 +90,7 @@ def test_another_answer_fails(change):
     second = model(torch.tensor([[1, 2, likeliest]]))[0, -1].argmax().item()
     assert check_alone(model, [request], [[likeliest, second]]) == ""
     with pytest.raises(
-        SystemExit, match=r"greedy decoding differ: sequence 0 parts|does not end where it should"
+        SystemExit, match=r"greedy decoding differ: sequence 0 diverges|does not end where it should"
     ):
         check_alone(model, [request], [change([likeliest, second])])
 

@@ -23,7 +23,7 @@ def test_sequences_part_at_ties_only():
     logits = torch.zeros(2, 2, 3)
     logits[..., 2] = 4.0
     with pytest.raises(
-        SystemExit, match=r"sequence 1 parts at new token 1: 0 cached, 2 uncached, logit gap 4\.00e"
+        SystemExit, match=r"sequence 1 diverges at new token 1: 0 cached, 2 uncached, logit gap 4\.00e"
     ):
         check_same(cached, plain, logits)
     logits[1, 1, 0] = 4.0 - 2 * TIE  # half of what a tie may be, at logits of 4

@@ -142,7 +142,7 @@ def test_a_finished_run_trains_nothing_again(finished, tmp_path, monkeypatch, ca
             ["--seed", "1"],
             "first_batch_sha256: expected .*; give the same options, another --out, or delete the folder",
         ),
-        (["--steps", "6"], "steps_after: expected 5, with which the run in .* was begun, got 6"),
+        (["--steps", "6"], "steps_after: expected 5, as in the run that was started in .*, got 6"),
         (["--kv-heads", "2"], "sizes: expected .*'kv_heads': 4.*, got .*'kv_heads': 2"),
         (["--rate", "0.5"], "rate_after: expected 0.0075, .*, got 0.5"),
     ],
@@ -158,7 +158,7 @@ def test_another_text_or_world_does_not_go_on_with_a_run(finished, tmp_path, mon
     told = json.loads((finished.out / "settings.json").read_text())
     (out / "settings.json").write_text(json.dumps(told | {"world_size": 2}))
     with pytest.raises(
-        SystemExit, match=r"world_size: expected 2, with which the run in .* was begun, got 1"
+        SystemExit, match=r"world_size: expected 2, as in the run that was started in .*, got 1"
     ):
         run(finished.text, out)
     tail = finished.text.read_text()[:-5] + "roof\n"  # no batch and no point of a curve need have seen it

@@ -76,9 +76,9 @@ def test_a_decoder_of_our_own_is_a_llama(tmp_path, tied):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type: expected 'llama', all that a Decoder has, got 'mistral'"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', .* got 'gelu'"),
-        ({"mlp_bias": True}, "mlp_bias: expected False, .* got True"),
+        ({"model_type": "mistral"}, "model_type: expected 'llama' for a Decoder, got 'mistral'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' for .* got 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias: expected False for .* got True"),
         ({"vocab_size": "many"}, "vocab_size: expected a positive int, got 'many'"),
         ({"vocab_size": 99}, r"lm_head.weight: expected \(99, 24\), as config.json says, got \(100, 24\)"),
         ({"num_key_value_heads": 4}, r"k_proj.weight: expected \[24, 24\], .*, got \[12, 24\]"),

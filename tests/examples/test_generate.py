@@ -170,7 +170,7 @@ def test_fork_command(out, capsys):
 def test_a_prompt_that_fills_no_page_says_so(out, capsys):
     command("fork", "short", "--answers", "2", "--out", out, "--variant", "mla")
     assert "share the 0 pages" in (shown := capsys.readouterr().out)
-    assert "without a prompt, fork takes one of a real text" in shown
+    assert "without a prompt, fork uses a real text" in shown
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_a_real_text_is_learned_by_heart_forked_and_speculated_on(short_text, tm
     assert "the prompt is the first 160 bytes" in shown
     command("speculate", "--out", tmp_path, "--tokens", "60")
     shown = capsys.readouterr().out
-    assert "by heart" not in shown  # the model was kept
-    assert "60 of 60 tokens are those of the real text" in shown
+    assert "memorizes" not in shown  # the model was saved
+    assert "60 of 60 tokens match the real text" in shown
     steps, right = (
         int(re.search(pattern, shown)[1]) for pattern in (r"(\d+) steps instead", r"(\d+) of them were right")
     )

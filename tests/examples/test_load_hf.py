@@ -58,7 +58,7 @@ def test_a_check_fails_where_tokens_differ(tmp_path):
     folder_of("llama", tmp_path)
     model, checkpoint = load_hf.load(tmp_path)
     prompt = torch.tensor([5, 6, 7])
-    found = load_hf.generate(model, [prompt], 4)
+    found = load_hf.decode_cached(model, [prompt], 4)
     with pytest.raises(SystemExit, match="prefers another token"):
         load_hf.check(model, checkpoint, [prompt], (found + 1) % 256)
 

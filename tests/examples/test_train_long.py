@@ -66,7 +66,7 @@ def test_learning_beats_byte_frequencies(text_file, capsys):
     options = ("--text", str(text_file), *SMALL[:6], "--steps", "60", "--rate", "1e-2", "--form", "ring")
     train_long.main(options)
     text = capsys.readouterr().out
-    assert "ranks: 1, 1 to a sequence, with 64 of 64 tokens each" in text
+    assert "ranks: 1, 1 per sequence, with 64 of 64 tokens each" in text
     assert re.search(r"step +60 ", text)
 
 
@@ -76,7 +76,7 @@ def test_learning_beats_byte_frequencies(text_file, capsys):
         (("--tokens", "63"), "--tokens: expected a multiple of 2 x 1 ranks, got 63"),
         (
             ("--tokens", "1000000"),
-            "--tokens: expected less than the .* of the text, got 1,000,000; use a longer",
+            "--tokens: expected fewer than the text's .*, got 1,000,000; use a longer",
         ),
         (("--context-parallel", "3"), "--context-parallel: expected a divisor of the 1 ranks, got 3"),
         (("--margin", "0.9"), "bits/byte: expected at most .*; train longer"),
@@ -98,5 +98,5 @@ def test_a_rank_says_what_it_receives():
     options = train_long.parse([*SMALL, "--form", "gather", "--context-parallel", "2"])
     text = train_long.describe(options, 4)
     assert text.startswith(
-        "ranks: 4, 2 to a sequence, with 32 of 64 tokens each; for a sequence a layer receives 16 KiB"
+        "ranks: 4, 2 per sequence, with 32 of 64 tokens each; per sequence, a layer receives 16 KiB"
     )

@@ -88,7 +88,8 @@ class Grammar:
         if kind == 5:
             return f"({x} {draw.one(('//', '%'))} (({self.int(0)} & 7) | 1))"
         if kind == 6:
-            return f"({x} {draw.one(('<<', '>>'))} {draw.one((0, 1, 3, 7, 33, 64, -1)) if draw.maybe(0.6) else y})"
+            shift = draw.one(("<<", ">>"))
+            return f"({x} {shift} {draw.one((0, 1, 3, 7, 33, 64, -1)) if draw.maybe(0.6) else y})"
         if kind == 7:
             return f"({x} {draw.one('&|^')} {y})"
         if kind == 8:
@@ -96,7 +97,8 @@ class Grammar:
         if kind == 9:
             return f"torch.where({self.bool(depth - 1)}, {x}, {self.int(depth - 1)})"
         if kind == 10:
-            return f"({x}).{draw.one(('int()', 'long()', 'to(torch.uint8)', 'short()', 'clamp(1, 9)', 'clamp(max=50)'))}"
+            casts = ("int()", "long()", "to(torch.uint8)", "short()", "clamp(1, 9)", "clamp(max=50)")
+            return f"({x}).{draw.one(casts)}"
         if kind == 11:
             return f"({x} ** {draw.one((0, 1, 2, 3))})"
         return draw.one((f"(-{x})", f"(~{x})", f"({x}).abs()", f"({self.bool(depth - 1)} + {y})"))

@@ -65,7 +65,8 @@ class Life:
     def __repr__(self):
         layers, happened = (";\n  ".join(map(str, x)) for x in (self.layers, self.log))
         checks = "ATTNLIB_CHECK=1, " if self.checks else ""
-        return f"{'paged' if self.paged else 'contiguous'} cache, {checks}{self.options}\n  {layers}\n  {happened}"
+        memory = "paged" if self.paged else "contiguous"
+        return f"{memory} cache, {checks}{self.options}\n  {layers}\n  {happened}"
 
     def check(self) -> None:
         with mock.patch.dict(os.environ, {"ATTNLIB_CHECK": "1" if self.checks else "0"}), torch.no_grad():

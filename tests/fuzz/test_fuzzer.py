@@ -14,7 +14,8 @@ from fuzz.oracle import Rule, Sequence, attend, philox, quantised
 from fuzz.planted import PLANTED
 
 HERE = Path(__file__).parent
-TURNS = 350  # cases of each kind: 45 s on one core of an EPYC; the first of them by default, the others behind -m slow
+# Cases of each kind: 45 s on one core of an EPYC. The first CHUNK run by default, the others with -m slow.
+TURNS = 350
 CHUNK = 25
 DEEP = (
     "a forked page lost in a failed step",

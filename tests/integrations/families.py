@@ -49,7 +49,12 @@ DECODERS = MappingProxyType(
         "qwen3": WINDOWS | {"head_dim": 16},
         "qwen3_moe": EXPERTS | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7},
         "gemma": {"head_dim": 16},
-        "gemma2": {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 5.0},
+        "gemma2": {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 5.0,
+        },
         "gemma3_text": {
             "head_dim": 16,
             "sliding_window": 7,
@@ -80,9 +85,10 @@ DECODERS = MappingProxyType(
         },
         "deepseek_v2": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
         "deepseek_v3": LATENT
-
-        | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-        "minicpm3": LATENT, "mistral4": LATENT
+        | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"num_experts_per_tok": 2},
+        "minicpm3": LATENT,
+        "mistral4": LATENT
         | {"rope_parameters": YARN | GROWING, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "llama4_text": EXPERTS
@@ -93,11 +99,17 @@ DECODERS = MappingProxyType(
             "no_rope_layers": [1, 0],
             "floor_scale": 4,
         },
-
-        "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True},
-        "glm4_moe_lite": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "glm4_moe": {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "use_qk_norm": True,
+        },
+        "glm4_moe_lite": LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "hunyuan_v1_dense": {"head_dim": 16},
-        "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 7},
+        "qwen2_moe": EXPERTS
+        | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 7},
     }
 )
 # fmt: on

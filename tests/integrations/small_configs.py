@@ -7,32 +7,35 @@ from transformers import PreTrainedConfig
 
 SMALL = {
     1: "topk_group n_shared_experts first_k_dense_replace attn_layer_offset",
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers layers depth "
-    "num_encoder_layers speech_encoder_layers t2u_encoder_layers t2u_decoder_layers num_experts_per_tok "
-    "moe_topk num_local_layers vision_layers text_layers encoder_num_hidden_layers decoder_num_hidden_layers "
-    "num_key_value_heads num_kv_heads n_group num_shared_experts resampler_depth num_codebooks "
-    "moe_k num_experts_per_token num_expert_group attn_layer_period",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
-    "num_local_experts n_routed_experts num_experts moe_num_experts encoder_num_attention_heads "
-    "decoder_num_attention_heads index_n_heads index_topk attention_num_heads vision_heads "
-    "speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads "
-    "linear_num_value_heads linear_num_key_heads linear_num_heads num_swa_attention_heads",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "layers depth num_encoder_layers speech_encoder_layers t2u_encoder_layers t2u_decoder_layers "
+    "num_experts_per_tok moe_topk num_local_layers vision_layers text_layers encoder_num_hidden_layers "
+    "decoder_num_hidden_layers num_key_value_heads num_kv_heads n_group num_shared_experts "
+    "resampler_depth num_codebooks moe_k num_experts_per_token num_expert_group attn_layer_period",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "attention_heads num_local_experts n_routed_experts num_experts moe_num_experts "
+    "encoder_num_attention_heads decoder_num_attention_heads index_n_heads index_topk "
+    "attention_num_heads vision_heads speech_encoder_attention_heads t2u_encoder_attention_heads "
+    "t2u_decoder_attention_heads linear_num_value_heads linear_num_key_heads linear_num_heads "
+    "num_swa_attention_heads",
     7: "sliding_window sliding_window_size",
-    8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim index_head_dim global_head_dim swa_head_dim "
-    "dim_head attention_head_dim",
+    8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim index_head_dim global_head_dim "
+    "swa_head_dim dim_head attention_head_dim",
     12: "v_head_dim",
-    16: "kv_lora_rank o_lora_rank hidden_size_per_layer_input mamba_d_state linear_key_head_dim linear_value_head_dim "
-    "linear_head_dim state_size ssm_state_size qk_head_dim",
+    16: "kv_lora_rank o_lora_rank hidden_size_per_layer_input mamba_d_state linear_key_head_dim "
+    "linear_value_head_dim linear_head_dim state_size ssm_state_size qk_head_dim",
     24: "q_lora_rank",
     32: "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim embedding_size decoder_dim n_embed "
-    "embedding_dim thinker_hidden_size backbone_hidden_size moe_intermediate_size expert_ffn_hidden_size "
-    "shared_expert_intermediate_size word_embed_proj_dim projection_dim lru_width out_hidden_size output_dim "
-    "text_hidden_size adapter_in_dim adapter_out_dim adapter_input_size",
+    "embedding_dim thinker_hidden_size backbone_hidden_size moe_intermediate_size "
+    "expert_ffn_hidden_size shared_expert_intermediate_size word_embed_proj_dim projection_dim "
+    "lru_width out_hidden_size output_dim text_hidden_size adapter_in_dim adapter_out_dim "
+    "adapter_input_size",
     48: "intermediate_size d_ff ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_dim "
     "speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim dense_intermediate_size "
     "intermediate_size_mlp shared_intermediate_size moe_shared_expert_intermediate_size dim_ff ff_dim",
-    64: "max_position_embeddings n_positions max_target_positions n_ctx max_source_positions max_sequence_length "
-    "image_size context_length model_max_length t2u_max_position_embeddings max_seq_len",
+    64: "max_position_embeddings n_positions max_target_positions n_ctx max_source_positions "
+    "max_sequence_length image_size context_length model_max_length t2u_max_position_embeddings "
+    "max_seq_len",
     128: "vocab_size vocab_size_per_layer_input text_vocab_size",
 }
 FIELDS = MappingProxyType({name: size for size, names in SMALL.items() for name in names.split()})

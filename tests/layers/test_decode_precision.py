@@ -80,7 +80,10 @@ def test_decoding_under_autocast_takes_a_cache_of_its_dtype(kind):
     assert_twice_as_good({"out": decoded}, {"out": at_once}, {"out": model(x).detach()})
     narrow = cache_for(model)
     narrow.admit(2)
-    words = r"kv: expected a cache of torch.bfloat16, .* got torch.float32; .*kv_layout read within torch.autocast"
+    words = (
+        r"kv: expected a cache of torch.bfloat16, .* got torch.float32; "
+        r".*kv_layout read within torch.autocast"
+    )
     with pytest.raises(TypeError, match=words), torch.autocast("cpu", torch.bfloat16):
         feed_dense(model, narrow, chunks[0])
     assert not any(narrow.length(handle) for handle in narrow._sequences.handles)

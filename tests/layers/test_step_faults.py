@@ -59,7 +59,10 @@ def test_x_of_another_packed_step_is_refused(layer, case):
 def test_a_step_without_sequences_says_to_admit_some(kind, rope):
     layer = make(kind, rope=rope)
     cache = cache_for(Stack(layer))
-    words = r"x: expected \[b=0, s=3, m=24\] .* got \(2, 3, 24\); no sequence is live: call cache.admit\(n\) first"
+    words = (
+        r"x: expected \[b=0, s=3, m=24\] .* got \(2, 3, 24\); "
+        r"no sequence is live: call cache.admit\(n\) first"
+    )
     with pytest.raises(ValueError, match=words):
         feed_dense(Stack(layer), cache, tokens(2, 3))
     assert feed_dense(Stack(layer), cache, tokens(0, 3)).shape == (0, 3, 24)

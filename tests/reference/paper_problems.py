@@ -34,7 +34,10 @@ class Head:
     dropout: bool = False
 
     def __repr__(self):
-        return f"Head({self.sizes}, {self.mask}, rows={self.rows}, columns={self.columns}, dropout={self.dropout})"
+        return (
+            f"Head({self.sizes}, {self.mask}, rows={self.rows}, columns={self.columns}, "
+            f"dropout={self.dropout})"
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -94,8 +94,9 @@ class DecodeShapes:
         full = self.tiles.tma or self.pairs or not (case.one or a.split_size)
         full = (full and a.mask_program is None) or self.listed
         return {
-
-            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))),
+            **strides(
+                "bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))
+            ),
             **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
             **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
@@ -110,5 +111,5 @@ class DecodeShapes:
             **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
-            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # where tiles are listed, others
+            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set if tiles are listed
         }  # fmt: skip

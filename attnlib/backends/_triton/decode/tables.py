@@ -113,8 +113,9 @@ def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
     one runs.
 
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
-    >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m, hopper(case._replace(page_size=16), 1)
-    (64, 16, None)
+    >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m
+    (64, 16)
+    >>> hopper(case._replace(page_size=16), 1)
     >>> [hopper(case._replace(rows=rows, itemsize=1), 1).block_m for rows in (16, 32, 64)]
     [16, 16, 64]
     >>> case = DecodeCase(4, 128, 0, 128, 2, False, True, 16, 90, True)
@@ -245,8 +246,10 @@ def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
     """Rows, splits and channels that a program joins at once, of ``rows`` in all: of as many splits as
     sequences have if all are alike.
 
-    >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384), joined(66, 512, 128), joined(132, 512, 16)
-    ((4, 2, 512), (8, 4, 128), (2, 16, 256), (4, 64, 64), (1, 128, 32))
+    >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384)
+    ((4, 2, 512), (8, 4, 128), (2, 16, 256))
+    >>> joined(66, 512, 128), joined(132, 512, 16)
+    ((4, 64, 64), (1, 128, 32))
     """
     at_once = min(128, max(2, 1 << splits.bit_length() >> 1))
     channels = min(width, 4096 // at_once)

@@ -62,7 +62,10 @@ def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
     """The derivative of a score by the score that it was made of."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
-    says = f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it; ``t`` has {_listed(captured)}."
+    says = (
+        f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it; "
+        f"``t`` has {_listed(captured)}."
+    )
     lines = [*body.lines, f"return {body.tile(by.score, BY_RESULT)}"]
     return _function("derivative", (*_with_derivative(by.inputs), "t"), says, lines)
 
@@ -76,7 +79,10 @@ def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
         value = f"tl.where(seen, {body.spelled(x, FLOAT)}, 0.0)"
         table = f"grads[{tensor.name[1:]}]"
         lines.append(f"add_elements({table}, {body.indices(table, indices)}, {value})")
-    says = f"Add derivatives by what is read of ``t``, {_listed(captured)}, to ``grads``, for pairs that are seen."
+    says = (
+        f"Add derivatives by what is read of ``t``, {_listed(captured)}, to ``grads``, "
+        "for pairs that are seen."
+    )
     return _function("gradients", (*_with_derivative(by.inputs, "seen"), "t", "grads"), says, lines)
 
 

@@ -72,7 +72,7 @@ def entry(tiles, n, CUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
-    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # all but the first: or None
+    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # None if absent
     batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip

@@ -66,7 +66,10 @@ def _raise_flag(number, limit):
     asked = (
         f"not.pred p, p; barrier.cta.red.or.pred p, {15 - number}, 128, p; selp.b32 flag{number}, 1, 0, p;"
     )
-    return f"{{ .reg .pred p; {' '.join(tests)} {asked} mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }}"
+    return (
+        f"{{ .reg .pred p; {' '.join(tests)} {asked} "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+    )
 
 
 @gluon.constexpr_function
