@@ -73,9 +73,7 @@ class Pairs:
 
     def _meet(self, i: slice, j: slice) -> bool:
         start, stop = self.mask.keys(*self._storage(i), self.keys)
-        return (
-            start < j.stop and j.start < stop
-        )  # the range of visible keys has no hole
+        return start < j.stop and j.start < stop  # the range of visible keys has no hole
 
     def _visible(self, i: slice, j: slice, device: torch.device) -> Tensor | None:
         """Return which pairs of a tile are visible, or None if all are."""
