@@ -1,9 +1,10 @@
-"""The attention and mask functions that transformers calls, and what the one must know of the other.
+"""The attention and mask functions registered with transformers, and the state that they share.
 
-transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None
-hides nothing but what the module's flags say. Models whose flags say something else than the mask was asked
-for, or whose layers attend to other keys, would be silently wrong. So each mask carries what it was asked
-for. None is returned only if it can mean one thing, which attention then looks up by config and lengths.
+transformers first requests a mask, with a config, and then calls attention, with a module. A mask of None
+hides nothing except what the flags of the module say. Results would be silently wrong if these flags
+contradict the requested mask, or if a layer attends to other keys. So each mask records the request that it
+was made for. None is returned only if it has a single meaning, and attention then looks this meaning up by
+config and lengths.
 """
 
 import warnings
@@ -25,35 +26,31 @@ from .paged import NAME
 from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
-OfConfigs = dict[int, tuple[ref[Any], Value]]  # by a config's id
-REMEMBERED = (
-    1024  # pairs of lengths for each config: a checkpointed layer runs again long after its mask was made
-)
+OfConfigs = dict[int, tuple[ref[Any], Value]]  # keyed by id(config)
+# Pairs of lengths kept per config: activation checkpointing reruns a layer long after its mask was made.
+REMEMBERED = 1024
 
 
 class Doors:
-    """The mask and attention functions that are registered, and what they remember from a mask to its
-    attention.
-    """
+    """The registered mask and attention functions, and what mask requests leave for the attention calls."""
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
-        self.reasons: dict[type, str | None] = {}  # why a class of models is refused
-        self.flags: OfConfigs[set[bool]] = {}  # of layers
-        self.causal: dict[type, bool] = {}  # what the source of a config's models says
-        self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
-        self.calls: int = 0  # of attention
-        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = (
-            WeakKeyDictionary()
-        )  # hooks before a forward
-        self.running: list[tuple[int, int]] = []  # ids of these, and the calls at their beginning
+        self.reasons: dict[type, str | None] = {}  # why a model class is refused
+        self.flags: OfConfigs[set[bool]] = {}  # ``is_causal`` of the layers seen
+        self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
+        self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
+        self.calls: int = 0  # attention calls so far
+        # hooks of models before their first forward
+        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
+        self.running: list[tuple[int, int]] = []  # ids of such models, and ``calls`` when they began
         self.warned: set[type] = set()
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """:func:`.masks.attention_mask`, remembered."""
+        """Make a mask with :func:`.masks.attention_mask` and record the request."""
         if torch.compiler.is_compiling():
             if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
-                kwargs["allow_is_causal_skip"] = False  # flags would not say what None leaves out
+                kwargs["allow_is_causal_skip"] = False  # no causal flag could stand in for the mask
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
@@ -64,7 +61,7 @@ class Doors:
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
-            return back  # as transformers hands on a mask of four dimensions, whatever is asked for now
+            return back  # like transformers with 4-d masks: pass it on, whatever the new request
         made = masks.attention_mask(**named)
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
@@ -88,7 +85,7 @@ class Doors:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """:func:`.attention.attention_forward`, with the flags that the mask was made for."""
+        """Run :func:`.attention.attention_forward` with the flags that the mask was made for."""
         if not torch.compiler.is_compiling():
             self.calls += 1
             kwargs |= self._flags(module, query, key, attention_mask, kwargs)
@@ -99,11 +96,10 @@ class Doors:
         return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def expect(self, model: PreTrainedModel) -> None:
-        """Look at the class of a model that has chosen attnlib, and, at its first forward, whether attention
-        came here.
+        """Validate a model class that selected attnlib, and watch the first forward for attention calls.
 
         Raises:
-            NotImplementedError: models of this class would be wrong, or never call it.
+            NotImplementedError: models of this class would compute wrong results, or never call attnlib.
         """
         self._refuse_kinds([type(model)])
         if model not in self.waiting:
@@ -111,9 +107,7 @@ class Doors:
             self.waiting[model] = list(hooks)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Count from here, if this is the first forward of the model, and note what its layers say of
-        themselves.
-        """
+        """Record the attention calls so far and the flags of the layers, before a model's first forward."""
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))
@@ -123,13 +117,13 @@ class Doors:
                 of_config(config, self.flags, set).add(flag)
 
     def end(self, model: PreTrainedModel, output: Any) -> None:
-        """Warn of the class of the outermost model if it has attention, none of which came here."""
+        """Warn if the outermost model has attention and none of it called attnlib."""
         at = next((n for n, (key, _) in enumerate(self.running) if key == id(model)), None)
         if at is None:
             return
         calls, kind = self.running[at][1], type(model)
         del self.running[at:]
-        if output is None:  # it raised
+        if output is None:  # the forward raised
             return
         for hook in self.waiting.pop(model):
             hook.remove()
@@ -148,7 +142,7 @@ class Doors:
         return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
-        """Raise if all these classes are refused, in the name of the first."""
+        """Raise NotImplementedError if all these classes are refused; the message names the first one."""
         for kind in kinds:
             if kind not in self.reasons:
                 self.reasons[kind] = why_refused(kind)
@@ -160,12 +154,11 @@ class Doors:
             )
 
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
-        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else
-        here.
+        """Return None if that can only mean ``meaning`` here, or else a mask that hides nothing on top of it.
 
-        None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if
-        the model may have attention that is not causal, as cross-attention, and hand None to that on its own
-        account.
+        None is ambiguous if it already has another meaning at these lengths. For a causal mask, it is also
+        ambiguous if the model may have attention that is not causal, such as cross-attention, and pass None
+        to it on its own.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
@@ -179,7 +172,7 @@ class Doors:
         return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
 
     def _are_all_causal(self, config: Any) -> bool:
-        """True if all layers with this config say that they are causal; by their source, if none was seen."""
+        """True if all layers with this config are causal by their flags, or by source if none was seen."""
         if flags := of_config(config, self.flags, set):
             return flags == {True}
         kind = type(config)
@@ -195,10 +188,11 @@ class Doors:
         attention_mask: Tensor | None,
         given: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the flags that the mask stands for, if those of the module say something else.
+        """Return the flags that the mask was made for, if the flags of the module differ.
 
         Raises:
-            NotImplementedError: the mask was made for other keys, or changed, or says what flags cannot.
+            NotImplementedError: the mask was made for other keys, was changed, or cannot be expressed by
+                flags.
         """
         said = attention.flags_of(module, given.get("is_causal"), given.get("sliding_window"))
         queries, keys = query.shape[2], key.shape[2]
@@ -221,8 +215,9 @@ class Doors:
         )
 
     def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
-        """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags
-        agree.
+        """Return the mask that None means at these lengths.
+
+        That is "full" if no mask was requested and the flags agree.
         """
         config = getattr(module, "config", None)
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
@@ -241,7 +236,7 @@ class Doors:
 
 
 def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) -> Value:
-    """Return what is kept for this config, as long as the config lives; configs have no hash."""
+    """Return the value stored for this config while the config lives; configs are not hashable."""
     at = id(config)
     if at not in kept or kept[at][0]() is not config:
         kept[at] = ref(config, lambda _: kept.pop(at, None)), make()
@@ -259,9 +254,7 @@ def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImpl
 
 
 def should_have_called(model: nn.Module) -> bool:
-    """True if a model has attention of transformers that still is to be attnlib's: compiled calls are not
-    counted.
-    """
+    """True if a model has attention that should have called attnlib; compiled calls are not counted."""
     modules = list(model.modules())
     is_compiled = any(
         "forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules
@@ -277,26 +270,26 @@ def should_have_called(model: nn.Module) -> bool:
 
 
 def doors() -> Doors | None:
-    """Return attnlib's functions if they are registered with transformers."""
+    """Return attnlib's functions, or None if they are not registered with transformers."""
     registered = AttentionInterface().get(NAME)
     owner = getattr(registered, "__self__", None)
     return owner if isinstance(owner, Doors) else None
 
 
 def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
-    """Before a forward of a model; a function, so that models are copied and pickled with it."""
+    """Run before a forward of a model; a module-level function, so that models can be copied and pickled."""
     if not torch.compiler.is_compiling() and (ours := doors()) is not None:
         ours.begin(model)
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """After a forward."""
+    """Run after a forward of a model, also if it raised."""
     if not torch.compiler.is_compiling() and (ours := doors()) is not None:
         ours.end(model, output)
 
 
 def register_doors() -> None:
-    """Make attention and masks known to transformers, and look where it chooses an implementation."""
+    """Register attention and masks with transformers, and watch which models select attnlib."""
     if doors() is not None:
         return
     ours = Doors()
@@ -306,6 +299,6 @@ def register_doors() -> None:
 
 
 def chosen(model: PreTrainedModel) -> None:
-    """A model has chosen attnlib."""
+    """Validate and watch a model that has selected attnlib."""
     if (ours := doors()) is not None:
         ours.expect(model)

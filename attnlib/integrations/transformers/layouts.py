@@ -1,4 +1,4 @@
-"""Read from the config of a model of transformers which planes its layers store of each token."""
+"""Cache layouts of transformers models: what each layer stores per token, read from the model's config."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ from .replacing import ReplacedAttention
 
 
 def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:
-    """Return what each layer of the model stores of a token.
+    """Return the cache layout of each layer of a model.
 
     Raises:
-        NotImplementedError: a layer stores something else than keys and values, or latents; or the config
-        does not say. ValueError: latents which the model expands before attention.
+        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say.
+        ValueError: the model expands its latents before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
-    if hasattr(config, FORMS):  # of which each may have sizes of its own
+    if hasattr(config, FORMS):  # attnlib's own form: every layer may have different sizes
         return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
     kinds = _kinds_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
@@ -41,8 +41,10 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
 
 
 def _kinds_of(config: Any) -> list[str]:
-    """Return the kind of attention of each layer; raise NotImplementedError for what keeps no keys and
-    values.
+    """Return the attention type of each layer, such as ``"sliding_attention"``.
+
+    Raises:
+        NotImplementedError: a layer keeps no keys and values.
     """
     if not hasattr(config, "num_hidden_layers"):
         raise NotImplementedError(
@@ -60,7 +62,7 @@ def _kinds_of(config: Any) -> list[str]:
 
 
 def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
-    """Raise NotImplementedError if keys ``[b, g, s, d]`` and values are not as the model's config says."""
+    """Raise NotImplementedError if keys or values ``[b, g, s, d]`` have other shapes than the config says."""
     if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
         raise NotImplementedError(
             f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and "
