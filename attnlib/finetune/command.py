@@ -1,4 +1,4 @@
-"""``python -m attnlib finetune``: its options, and what it does with them."""
+"""The command ``python -m attnlib finetune``: its options, its summary and its exit codes."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ exit codes: 0 done; 2 a wrong request; 3 a folder cannot be used; 4 the result i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command; those that are not given have the defaults of Settings."""
+    """Declare the options of the command; options that are not given take their defaults from Settings."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "A converted checkpoint folder back to the quality of the one that it was converted from."
@@ -92,7 +92,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Finetune and print a summary; returns the exit code."""
+    """Finetune, print a summary and return the exit code."""
     try:
         settings = _settings(arguments)
         from .ranks import ElsewhereError
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """The report in a few lines."""
+    """Return a short text summary of the report."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
     told = (
         f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"
