@@ -137,7 +137,7 @@ def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
 
 
 def text_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the bits ``[b, t]`` that a model needs for each token of ``tokens`` ``[b, t + 1]`` but the first."""
+    """Return the bits ``[b, t]`` that a model needs for each of ``tokens`` ``[b, t + 1]`` but the first."""
     nats = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return nats.view(len(tokens), -1) / math.log(2)
 

@@ -15,7 +15,7 @@ BOARD = "tensorboard"  # folder for TensorBoard's files
 
 
 class Log:
-    """The file ``log.csv`` in ``folder``, one line per step; a resumed run continues it at its saved state."""
+    """The file ``log.csv`` in ``folder``, one line per step; a resumed run continues at its saved state."""
 
     def __init__(self, folder: Path, *, board: bool = False):
         self.folder = folder
