@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {came(x)}")
     if is_causal and attn_mask is not None:
         raise ValueError(
-            "attn_mask: expected None with is_causal=True, as torch does; put the order into the mask"
+            "attn_mask: expected None with is_causal=True, as in torch; make the mask itself causal"
         )
     rank = max(x.dim() for x in (query, key, value))
     q, k, v = (x.reshape(*[1] * (max(rank, 4) - x.dim()), *x.shape) for x in (query, key, value))
@@ -84,6 +84,7 @@ def _one(name: str, sizes: list[int]) -> int:
     found = {size for size in sizes if size != 1} or {1}
     if len(found) > 1:
         raise ValueError(
-            f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them"
+            f"{name}: expected the same number in query, key and value, got {sizes}; "
+            "pass enable_gqa=True for grouped heads"
         )
     return found.pop()

@@ -31,8 +31,8 @@ def require_pair(source: Path, teacher: Path, text: str) -> None:
         expected, got = getattr(theirs, name, None), getattr(ours, name, None)
         if expected != got:
             raise CheckpointError(
-                f"{name}: expected {expected}, which the teacher {teacher} has, got {got} in {source}; "
-                "give the folder that it was converted from"
+                f"{name}: expected {expected} as in the teacher {teacher}, got {got} in {source}; "
+                "pass the folder that it was converted from"
             )
     start = text[:COMPARED]
     if all(_has_tokenizer(folder) for folder in (source, teacher)):
@@ -40,8 +40,8 @@ def require_pair(source: Path, teacher: Path, text: str) -> None:
         found = [tokens_of(folder, start, samples=count, length=1) for folder in (source, teacher)]
         if not found[0].equal(found[1]):
             raise CheckpointError(
-                f"tokenizer: expected that of the teacher {teacher}, got another in {source}; "
-                "give the folder that it was converted from"
+                f"tokenizer: expected the same tokens as in the teacher {teacher}, got others in {source}; "
+                "pass the folder that it was converted from"
             )
 
 
@@ -55,7 +55,7 @@ def tokenizer_folder(source: Path, teacher: Path) -> Path:
         if _has_tokenizer(folder):
             return folder
     raise CheckpointError(
-        f"{source}: expected a tokenizer for the text, got none; copy the model's own there"
+        f"{source}: expected a tokenizer for the text, got none; copy the model's tokenizer files there"
     )
 
 
@@ -95,7 +95,7 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
             return module
     raise CheckpointError(
         f"{type(model).__name__}: expected {count} decoder layers with one of {ATTENTION} in each, got none; "
-        "no attention layer can be told from others"
+        "attention layers cannot be identified"
     )
 
 
@@ -119,12 +119,12 @@ def read_apart(source: Path, teacher: Path, out: Path) -> None:
     for name, folder in (("SOURCE", source), ("--teacher", teacher)):
         resolved = folder.resolve()
         if place.is_relative_to(resolved) or resolved.is_relative_to(place):
-            raise RequestError(f"OUT: expected a folder apart from {name} {folder}, got {out}")
+            raise RequestError(f"OUT: expected a folder separate from {name} {folder}, got {out}")
     if not place.parent.is_dir():
         raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise RequestError(
-            f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or name another"
+            f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or choose another"
         )
 
 

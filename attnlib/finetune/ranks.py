@@ -77,7 +77,7 @@ class WorkerGroup:
                 dist.broadcast(data, 0)
                 told = bytes(data.tolist())
             elif not self.is_first:
-                raise ElsewhereError("the first rank failed, and says why")
+                raise ElsewhereError("the first rank failed; see its error message")
         if failed:
             raise failed
         return told.decode()
@@ -105,7 +105,7 @@ def meet(device: str) -> Iterator[WorkerGroup]:
         RequestError: there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("--device: expected cpu, for torch finds no GPU here, got cuda")
+        raise RequestError("--device: expected cpu, since torch finds no GPU, got cuda")
     if "RANK" not in os.environ:
         yield WorkerGroup(torch.device(device))
         return

@@ -39,7 +39,7 @@ from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
 TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
-ADVICE = "what is done stays: run the same command again to go on"
+ADVICE = "finished steps are saved: run the same command again to resume"
 
 
 def finetune(settings: Settings) -> dict[str, object]:

@@ -87,7 +87,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Curve]:
             curve = [tuple(point) for point in json.loads((file.metadata() or {}).get("curve", "[]"))]
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: expected the state of a training, got {error}; delete the file"
+            f"{path}: expected the state of a training run, got {error}; delete the file"
         ) from None
     return stored, curve
 
@@ -98,5 +98,5 @@ def _check(path: Path, stored: dict[str, Tensor], model: nn.Module) -> None:
     wrong = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
     if wrong:
         raise CheckpointError(
-            f"{path}: expected the state of this model, got another {wrong[:3]}; delete the file"
+            f"{path}: expected the state of this model, got other tensors {wrong[:3]}; delete the file"
         )

@@ -60,7 +60,7 @@ def _adapt(model: nn.Module, settings: Settings) -> None:
     ]
     if not names:
         raise CheckpointError(
-            f"--lora: expected linear layers in {type(model).__name__}, got none; train it without"
+            f"--lora: expected linear layers in {type(model).__name__}, got none; train without --lora"
         )
     rank = settings.lora
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=names), model)

@@ -293,12 +293,12 @@ FIELDS = {
     "a size that is a word": ({"hidden_size": "wide"}, "hidden_size"),
     "a size that is a list": ({"hidden_size": [32]}, "hidden_size"),
     "no type": ({"model_type": None}, "model_type"),
-    "a type that is none": ({"model_type": ["llama"]}, "transformers does not read it"),
+    "a type that is none": ({"model_type": ["llama"]}, "transformers cannot read it"),
     "an unknown type": ({"model_type": "nobody"}, "nobody"),
     "a rope that is none": ({"rope_parameters": {"rope_type": "nothing"}}, "nothing"),
     "an activation that is none": ({"hidden_act": "nothing"}, "nothing"),
     "architectures of numbers": ({"architectures": [7]}, "transformers"),
-    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, "transformers builds no model from it"),
+    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, "transformers cannot build a model from it"),
     "a dtype that is none": ({"dtype": "float99"}, "float99"),
     "a dtype of integers": ({"dtype": "int32"}, "dtype: expected a floating dtype"),
     "10**7 layers": ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected at most 64"),
@@ -509,7 +509,7 @@ def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monk
     )
     for name in ("me/nobodys", "no where", "../nowhere"):
         with pytest.raises(
-            CheckpointError, match="expected a folder with a checkpoint, or a model of the Hub"
+            CheckpointError, match="expected a folder with a checkpoint, or a Hub model"
         ):
             attnlib.load(name)
 
@@ -551,7 +551,7 @@ def test_weights_beyond_the_dtype_are_refused(folder):
         (
             {"dtype": "bfloat16"},
             TypeError,
-            "dtype: expected a floating .*got 'bfloat16'; say dtype=torch.bfloat16",
+            "dtype: expected a floating .*got 'bfloat16'; pass dtype=torch.bfloat16",
         ),
         (
             {"dtype": torch.int8},

@@ -91,7 +91,7 @@ def flash_attn_varlen_func(
             *varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs
         )
     if options.pop("dropout_p"):
-        raise NotImplementedError("dropout_p: expected 0 over pages, which are for inference")
+        raise NotImplementedError("dropout_p: expected 0 with a block_table, which is for inference only")
     view = pages_of(k, v, table=block_table, lengths=cu_seqlens_k.diff().int(), cu_seqlens_q=cu_seqlens_q)
     return _result(*cached_attention_with_lse(q, view, **options), return_attn_probs)
 
@@ -123,8 +123,8 @@ def _options(
     """Convert flash-attn's options to attnlib's."""
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
-            "deterministic: one call cannot ask for it here; call torch.use_deterministic_algorithms(True) "
-            "before"
+            "deterministic: expected False, since a single call cannot be made deterministic; call "
+            "torch.use_deterministic_algorithms(True) first"
         )
     options = {"mask": band(causal, window_size), "scale": softmax_scale, "softcap": softcap or None}
     return options | {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}

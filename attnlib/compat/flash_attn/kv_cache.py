@@ -126,6 +126,6 @@ def _angles(cos: Tensor, sin: Tensor | None, at: Tensor, interleaved: bool) -> A
 
 
 def _slots(table: Tensor, at: Tensor, page_size: int) -> Tensor:
-    """Return storage indices ``page * page_size + offset``, int64 ``[b * s]``, of tokens at positions ``at``."""
+    """Return the slots ``page * page_size + offset``, int64 ``[b * s]``, of tokens at indices ``at``."""
     pages = table.long().gather(1, at.long() // page_size)
     return (pages * page_size + at % page_size).flatten()

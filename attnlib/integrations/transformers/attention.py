@@ -23,21 +23,21 @@ REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
 HARMLESS = MappingProxyType(
     {
         "num_items_in_batch": "the loss is divided by it",
-        "position_ids": "queries and keys are rotated by them already, and masks say where a packed sequence begins",
+        "position_ids": "queries and keys are rotated already, and masks mark where packed sequences begin",
         "cache_position": "masks are made from it",
-        "position_embeddings": "queries and keys are rotated by them already",
+        "position_embeddings": "queries and keys are rotated already",
         "encoder_hidden_states": "keys and values are made from them already",
-        "seq_idx": "convolutions and state spaces read it",
+        "seq_idx": "convolutions and state space layers read it",
         "labels": "the loss is computed from them",
     }
 )
 WANTED = MappingProxyType(
     {
-        "indices": "the model wants each query to see only the keys of these indices",
-        "block_indices": "the model wants each query to see only the blocks of keys of these indices",
-        "sinks": "the model wants a score of its own for each query beside those of the keys",
-        "read_index": "continuous batching wants keys from pages of its own",
-        "write_index": "continuous batching wants keys in pages of its own",
+        "indices": "the model restricts each query to the keys at these indices",
+        "block_indices": "the model restricts each query to the key blocks at these indices",
+        "sinks": "the model adds a sink logit for each query",
+        "read_index": "continuous batching reads keys from its own pages",
+        "write_index": "continuous batching writes keys to its own pages",
     }
 )
 
@@ -105,12 +105,13 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for an argument that attnlib does not support; the message names it."""
     for name, value in given.items():
         if name in REFUSED and not (value is None or value is False):
-            raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
+            raise NotImplementedError(
+                f'{name}: attn_implementation="attnlib" does not support it; use "eager"'
+            )
         if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
             wanted = WANTED.get(name, "the model's attention may depend on it")
             raise NotImplementedError(
-                f'{name}: attn_implementation="attnlib" does not read this tensor, and {wanted}; use "eager" '
-                "for it"
+                f'{name}: attn_implementation="attnlib" does not read this tensor, but {wanted}; use "eager"'
             )
 
 
@@ -141,8 +142,8 @@ def _seen(
         if attention_mask.shape[0] != k.shape[0]:
             raise NotImplementedError(
                 f"attention_mask: expected one row for each of {k.shape[0]} rows of keys, got "
-                f'{attention_mask.shape[0]}, which attn_implementation="attnlib" does not repeat; use '
-                '"eager" for it'
+                f'{attention_mask.shape[0]}; attn_implementation="attnlib" does not broadcast it, so use '
+                '"eager"'
             )
         # fewer tokens than keys if a static cache has unused rows; more if the cache dropped old keys
         tokens = attention_mask.shape[1]

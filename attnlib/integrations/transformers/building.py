@@ -27,7 +27,7 @@ def family_of(config: Any, part: str) -> Family:
         known = sorted({name if at == "self" else f"{name} ({at})" for name, at in FAMILIES})
         raise NotImplementedError(
             f"config: expected one of {', '.join(known)}, got {config.model_type!r} ({part}); "
-            'attn_implementation="attnlib" runs other models with their own layers'
+            'other models can use attn_implementation="attnlib" with their own layers'
         )
     return family
 

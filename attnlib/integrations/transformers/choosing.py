@@ -33,16 +33,16 @@ def why_refused(kind: type[PreTrainedModel]) -> str | None:
     """
     source = source_of(kind)
     if BY_NAME.search(source):
-        return "it looks its attention up in a table of its own, which knows no other implementation"
+        return "it looks its attention up in its own table, which has no other implementations"
     if kind._supports_attention_backend:
         return None
     without = "its _supports_attention_backend is False, and "
     if not ATTENTION.search(source):
         is_served = kind._supports_sdpa or not kind.can_generate()
-        return None if is_served else without + "it has no attention that transformers could exchange"
+        return None if is_served else without + "it has no attention that transformers could replace"
     if not INTERFACE.search(source):
         is_served = not kind.can_generate() and not ASKS_FOR_MASKS.search(source)
-        return None if is_served else without + "its attention never calls the implementation that was chosen"
+        return None if is_served else without + "its attention never calls the selected implementation"
     return None
 
 

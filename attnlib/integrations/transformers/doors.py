@@ -130,9 +130,8 @@ class Doors:
         if at == 0 and calls == self.calls and kind not in self.warned and should_have_called(model):
             self.warned.add(kind)
             warnings.warn(
-                f'{kind.__name__}: attn_implementation="attnlib" was chosen, and its first forward never '
-                "called it; "
-                "what it computes is its own attention",
+                f'{kind.__name__}: attn_implementation="attnlib" was selected, but the first forward never '
+                "called it; the model computes its own attention instead",
                 stacklevel=2,
             )
 
@@ -149,7 +148,7 @@ class Doors:
         if kinds and all(self.reasons[kind] for kind in kinds):
             raise NotImplementedError(
                 f'{kinds[0].__name__}: attn_implementation="attnlib" is refused, since '
-                f'{self.reasons[kinds[0]]}; use "eager", or choose for parts of a model, as '
+                f'{self.reasons[kinds[0]]}; use "eager", or select it only for parts of a model, such as '
                 f'attn_implementation={{"text_config": "attnlib"}}'
             )
 
@@ -209,9 +208,8 @@ class Doors:
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
         raise NotImplementedError(
-            f"{type(module).__name__}: expected attention that is {meaning}, as its mask was asked for, got "
-            "flags that "
-            f'say {said}; use "eager" for it'
+            f'{type(module).__name__}: expected flags for a mask of type "{meaning}", as requested from '
+            f'transformers, got flags for type "{said}"; use "eager" for this model'
         )
 
     def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
@@ -229,9 +227,8 @@ class Doors:
             raise _other_keys(module, sizes[1], {keys for queries, keys in asked if queries == sizes[0]})
         raise NotImplementedError(
             f"{type(module).__name__}: expected a mask, or is_causal=False, got attention_mask=None and "
-            'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by '
-            "a function "
-            "of transformers.masking_utils, such as create_causal_mask"
+            'is_causal=True, which "eager" treats as full attention and others as causal; make the mask with '
+            "a function of transformers.masking_utils, such as create_causal_mask"
         )
 
 
@@ -245,11 +242,9 @@ def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
     return NotImplementedError(
-        f'{type(module).__name__}: expected keys of the mask that attn_implementation="attnlib" was asked '
-        "for "
-        f"({sorted(x for x in asked if x is not None)} of them), got {keys}; the model adds keys or changes "
-        "its mask "
-        'after it was made: use "eager" for it'
+        f"{type(module).__name__}: expected as many keys as its mask was made for "
+        f"({sorted(x for x in asked if x is not None)}), got {keys}; the model adds keys, or changes its "
+        'mask after it was made: use "eager" for this model'
     )
 
 

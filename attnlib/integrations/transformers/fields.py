@@ -60,7 +60,7 @@ def check_fields(family: Family, config: Any) -> None:
     for name, value in config.to_dict().items():
         if value is not None and name not in known and not name.startswith("_"):
             raise NotImplementedError(
-                f"config: {name}={value!r} is not known of {config.model_type}, and may change its attention"
+                f"config: {name}={value!r} is unknown for {config.model_type} and may change its attention"
             )
 
 
@@ -81,6 +81,4 @@ def check_rope(family: Family, fields: dict[str, Any]) -> None:
     """Raise NotImplementedError for an unknown rope parameter."""
     for name, value in fields.items():
         if value is not None and name not in ROPE and name not in family.reads:
-            raise NotImplementedError(
-                f"rope_parameters: {name}={value!r} is not known, and may change the rope"
-            )
+            raise NotImplementedError(f"rope_parameters: {name}={value!r} is unknown and may change the rope")

@@ -63,7 +63,9 @@ class Filled:
                 )
         if self.nonfinite and not allow_nonfinite:
             listed = "; ".join(f"{name} {counts}" for name, counts in sorted(self.nonfinite.items())[:5])
-            raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+            raise CheckpointError(
+                f"{listed}: expected finite weights; pass allow_nonfinite=True to accept others"
+            )
         if not allow_nonfinite:
             self._check_range(model)
 
@@ -105,7 +107,7 @@ class Slice:
 
     def _read(self) -> Tensor:
         if math.prod(self.get_shape()) > self._filled.most:
-            wanted = f"at most {self._filled.most} elements, all that {CONFIG} describes"
+            wanted = f"at most {self._filled.most} elements, the whole model in {CONFIG}"
             raise CheckpointError(f"{self._name}: expected {wanted}, got {self.get_shape()}")
         return self._stored.load()
 
@@ -116,8 +118,8 @@ def require_room(empty: nn.Module, checkpoint: Checkpoint) -> None:
     wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())
     if wanted > 2 * stored + SLACK:
         raise CheckpointError(
-            f"{CONFIG}: expected a model of the {stored} elements that the folder holds, got one of "
-            f"{wanted}; it belongs to other weights"
+            f"{CONFIG}: expected a model with the {stored} elements in the folder, got one with {wanted}; "
+            "it belongs to other weights"
         )
 
 

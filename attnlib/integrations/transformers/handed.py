@@ -90,8 +90,8 @@ def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if is_in_place or not all(mask.eager for mask in masks):
         raise NotImplementedError(
-            f"attention_mask: the model computes with its mask ({name}), of which "
-            'attn_implementation="attnlib" makes one of keys [b, t]; use "eager" or "sdpa"'
+            f"attention_mask: the model computes with its mask ({name}), but "
+            'attn_implementation="attnlib" only makes masks [b, t]; use "eager" or "sdpa"'
         )
     return func(*_plain(args, as_eager=True), **_plain(kwargs, as_eager=True))
 

@@ -26,12 +26,12 @@ def keep_latents(model: nn.Module, name: str) -> None:
     found = [module for module in found if all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))]
     if not found:
         raise ValueError(
-            f"model: expected one with layers over latents, as DeepSeek-V3, got {type(model).__name__}"
+            f"model: expected one with MLA layers, such as DeepSeek-V3, got {type(model).__name__}"
         )
     for module in found:
         if any("indexer" in part.lower() for part, _ in module.named_children()):
             raise NotImplementedError(
-                f"model: {type(module).__name__} chooses keys by an indexer, which attnlib lacks"
+                f"model: {type(module).__name__} selects keys with an indexer, which attnlib does not support"
             )
     for module in found:
         module.expand_kv = MethodType(_kept(name), module)

@@ -26,7 +26,8 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):
         raise ValueError(
-            "model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)"
+            "model: expected one that passes latents to attention, got one that expands them first; "
+            "call hf.absorb(model) or hf.replace(model)"
         )
     layouts, options = [], {"dtype": model.dtype, "store": store}
     for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
@@ -48,8 +49,8 @@ def _kinds_of(config: Any) -> list[str]:
     """
     if not hasattr(config, "num_hidden_layers"):
         raise NotImplementedError(
-            f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without; use a "
-            "DynamicCache for this model"
+            f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without it; use "
+            "a DynamicCache for this model"
         )
     per_layer = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
     windows = [getattr(of_layer, "sliding_window", None) for of_layer in per_layer]
@@ -65,7 +66,7 @@ def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> No
     """Raise NotImplementedError if keys or values ``[b, g, s, d]`` have other shapes than the config says."""
     if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
         raise NotImplementedError(
-            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and "
-            f"{layout.value_dim} of values, by the model's config, got keys {tuple(key.shape)} and values "
-            f"{tuple(value.shape)}; use a DynamicCache for this model"
+            f"layer {index}: expected {layout.heads} heads with {layout.dim} key channels and "
+            f"{layout.value_dim} value channels, by the model's config, got keys {tuple(key.shape)} and "
+            f"values {tuple(value.shape)}; use a DynamicCache for this model"
         )

@@ -55,8 +55,8 @@ def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoin
             place = Path(snapshot_download(str(folder), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
             raise CheckpointError(
-                f"{folder}: expected a folder with a checkpoint, or a model of the Hub that is in the "
-                "download cache, got neither; download it first, as with `hf download`"
+                f"{folder}: expected a folder with a checkpoint, or a Hub model in the download cache, got "
+                "neither; download it first, for example with `hf download`"
             ) from None
     return read_folder(place, follow_links=follow_links)
 
@@ -69,7 +69,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             rejects it.
     """
     said = plain_config(checkpoint)
-    with telling("transformers does not read it"):
+    with telling("transformers cannot read it"):
         if is_own(said):
             return config_from(said)
         with private_folder({CONFIG: dump(said)}) as folder:
@@ -106,7 +106,7 @@ def check_arguments(dtype: torch.dtype | None, device: torch.device | str | None
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         known = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-        remedy = f"; say dtype={known}" if isinstance(known, torch.dtype) else ""
+        remedy = f"; pass dtype={known}" if isinstance(known, torch.dtype) else ""
         raise TypeError(f"dtype: expected a floating dtype such as torch.bfloat16, got {dtype!r}{remedy}")
     try:
         torch.empty(0, device=device)
@@ -132,13 +132,13 @@ def load_attnlib(
     """
     if ADAPTER in checkpoint.left_behind:
         raise CheckpointError(
-            f"{ADAPTER}: expected a whole model, got one with an adapter beside it; merge the adapter into "
+            f"{ADAPTER}: expected a complete model, got one with a separate adapter; merge the adapter into "
             "the weights with PEFT, or remove the file"
         )
     config = read_config(checkpoint)
     _require_family(config)
     model = load_model(checkpoint, config, dtype=dtype, device=device, allow_nonfinite=allow_nonfinite)
-    with telling(f"attnlib makes no layers for {type(model).__name__}"):
+    with telling(f"attnlib cannot make layers for {type(model).__name__}"):
         return model if knows_layers(config) else attend(model)
 
 
@@ -160,7 +160,7 @@ def load_model(
             floating dtype, or is not finite; an attnlib layer has no such weight; or the folder has more
             layers than the config.
     """
-    with telling("transformers builds no model from it"):
+    with telling("transformers cannot build a model from it"):
         kind = class_of(config)
         with torch.device("meta"):
             empty = kind(config)
@@ -171,7 +171,7 @@ def load_model(
     filled = Filled(checkpoint, empty)
     # with accelerate, each tensor goes to the device as soon as it is read
     placed = device is not None and transformers.utils.is_accelerate_available()
-    with telling(f"transformers does not fit the weights to {kind.__name__}", filled):
+    with telling(f"transformers cannot load the weights into {kind.__name__}", filled):
         model, info = kind.from_pretrained(
             None,
             config=config,
@@ -224,12 +224,12 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     file = next((file for file in checkpoint.copied if file.name == GENERATION), None)
     if file is None:
         said = plain_config(checkpoint)
-        with telling("transformers does not read how it generates"):
+        with telling("transformers cannot read its generation settings"):
             return GenerationConfig.from_model_config(base_of(said) if is_own(said) else said)
     try:
         with private_folder({GENERATION: dump(parse_object(file.read(), GENERATION))}) as folder:
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except BROKEN as error:
         raise CheckpointError(
-            f"{GENERATION}: expected one that transformers reads, got {str(error)[:200]}"
+            f"{GENERATION}: expected a file that transformers can read, got {str(error)[:200]}"
         ) from error

@@ -52,7 +52,7 @@ class PagedCache(Cache):
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation != NAME:
             raise ValueError(
-                f"model: expected attn_implementation={NAME!r}, which alone reads pages, got "
+                f"model: expected attn_implementation={NAME!r}, the only one that reads pages, got "
                 f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r}) after "
                 "hf.register()"
             )
@@ -99,15 +99,15 @@ class PagedCache(Cache):
             self._begin(b, s)
         if self._step is None or (b, s) != (len(self.handles), self._tokens):
             raise RuntimeError(
-                f"update: expected layer {index} in the step of {self._tokens} tokens for each of "
-                f"{len(self.handles)} rows that layer 0 began, got {s} for each of {b}"
+                f"update: layer {index}: expected {self._tokens} tokens in each of {len(self.handles)} rows, "
+                f"as layer 0 had in this step, got {s} tokens in each of {b}"
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise NotImplementedError(
-                "hf.PagedCache: expected no gradients, which pages do not carry, got keys that require them; "
-                "call the model under torch.no_grad(), or with use_cache=False"
+                "hf.PagedCache: expected no gradients, which pages cannot carry, got keys or values that "
+                "require them; call the model under torch.no_grad(), or with use_cache=False"
             )
         if not is_latent:
             check_shapes(index, layer.layout, key, value)
@@ -143,7 +143,7 @@ class PagedCache(Cache):
         """Remove the last ``-tokens_to_remove`` tokens of each row."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove: expected at most 0, as of every cache, got {tokens_to_remove}"
+                f"tokens_to_remove: expected at most 0, as in every cache, got {tokens_to_remove}"
             )
         self._settle()
         for handle in self.handles:
@@ -157,7 +157,7 @@ class PagedCache(Cache):
             ValueError: a layer has a window and ``rollback`` is 0, so that cropping would fail.
         """
         if not self._rollback and any(layout.window is not None for layout in self._kv.layouts):
-            raise ValueError("rollback: expected as many tokens as an assistant may take back, got 0")
+            raise ValueError("rollback: expected as many tokens as assisted generation may reject, got 0")
 
     def reset(self) -> None:
         """Free all rows, and undo the open step."""
@@ -201,7 +201,7 @@ class PagedCache(Cache):
             missing = next(index for index, layer in enumerate(self._open) if not layer.appended)
             self._undo()
             raise RuntimeError(
-                f"layer {missing}: expected keys and values in every step, got none; the step is undone"
+                f"layer {missing}: expected keys and values in every step, got none; the step was undone"
             )
         else:
             self._settle()
@@ -222,9 +222,9 @@ class PagedCache(Cache):
         elif unread:
             self._undo()
             raise RuntimeError(
-                f"layer {unread[0]}: expected attention to the pages that update() handed out, got none; the "
-                "model computes with them, or calls another attention. The step is undone; use a "
-                "DynamicCache for this model"
+                f"layer {unread[0]}: expected attention to the pages that update() returned, got none; the "
+                "model changes what update() returned, or calls another attention implementation. The step "
+                "was undone; use a DynamicCache for this model"
             )
         else:
             step, self._step = self._step, None
@@ -273,8 +273,8 @@ class PagedLayer(CacheLayerMixin):
     def keys(self) -> NoReturn:
         """Always raise NotImplementedError: keys and values lie in pages."""
         raise NotImplementedError(
-            f"layer {self._index}: expected no reading of cached keys or values, which hf.PagedCache stores "
-            "in pages; use a DynamicCache for this model"
+            f"layer {self._index}: expected no direct access to cached keys or values, which hf.PagedCache "
+            "stores in pages; use a DynamicCache for this model"
         )
 
     @keys.setter

@@ -49,8 +49,8 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     if pages is not of_value:
         changed, handed = ("key", of_value) if pages is None else ("value", pages)
         raise NotImplementedError(
-            f"layer {handed.layer}, {changed}: expected what hf.PagedCache handed out, got another tensor; "
-            "the model computes with its cached keys or values before attention: use a DynamicCache for it"
+            f"layer {handed.layer}, {changed}: expected what hf.PagedCache returned, got another tensor; "
+            "the model changes cached keys or values before attention, so use a DynamicCache for it"
         )
     return pages
 
@@ -113,7 +113,7 @@ def attention_to_pages(
         bounds, attention_mask = read(attention_mask)
         if attention_mask.dtype != torch.bool:
             raise NotImplementedError(
-                "position_ids: they begin again within a row of a cache, which keeps one sequence"
+                "position_ids: expected one sequence per cache row, got positions that restart within a row"
             )
         starts, _ = bounds or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)

@@ -26,7 +26,9 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
             family, name, left.pop(name), {part: own[part].shape for part in names}, layer.num_heads
         )
     if left:
-        raise ValueError(f"{min(left)}: the layer has no such weight; fold adapters and packed weights first")
+        raise ValueError(
+            f"{min(left)}: the layer has no such weight; merge adapters and unpack weights first"
+        )
     return ours
 
 
