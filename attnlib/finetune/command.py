@@ -145,13 +145,13 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(report: Mapping[str, Any], out: Path) -> str:
     """Return a short text summary of the report."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
-    told = (
+    scores = (
         f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"
         for name in ("original", "before", "after")
     )
     counts = report["parameters"]
     return f"""\
-held-out text, bits per byte: {", ".join(told)}
+held-out text, bits per byte: {", ".join(scores)}
 trained: {counts["trained"]:,} of {counts["all"]:,} parameters
 report: {out / "finetune_report.json"}"""
 

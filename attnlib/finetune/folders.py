@@ -13,7 +13,7 @@ from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # names of attention in a decoder layer
-ALIKE = ("num_hidden_layers", "hidden_size", "vocab_size")
+EQUAL_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 COMPARED = 4096  # characters of text to compare the tokenizers on
 
 
@@ -27,7 +27,7 @@ def require_pair(source: Path, teacher: Path, text: str) -> None:
         read_folder(folder)
         StockCheck(folder, logits=False)
     ours, theirs = (read_config(folder).get_text_config() for folder in (source, teacher))
-    for name in ALIKE:
+    for name in EQUAL_FIELDS:
         expected, got = getattr(theirs, name, None), getattr(ours, name, None)
         if expected != got:
             raise CheckpointError(
@@ -113,7 +113,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return max(sizes, key=sizes.__getitem__)
 
 
-def read_apart(source: Path, teacher: Path, out: Path) -> None:
+def require_separate(source: Path, teacher: Path, out: Path) -> None:
     """Raise RequestError unless a result can be created at ``out``, outside both input folders."""
     place = out.parent.resolve() / out.name
     for name, folder in (("SOURCE", source), ("--teacher", teacher)):

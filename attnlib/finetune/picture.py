@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..internal.plots import COLOURS, blank, plain, png
 
-ROOM = 0.15  # margin above and below the curves, as a share of their height
+MARGIN = 0.15  # margin above and below the curves, as a share of their height
 
 
 def draw(
@@ -46,5 +46,5 @@ def draw(
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = ROOM * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
+    margin = MARGIN * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin

@@ -23,8 +23,8 @@ from .folders import (
     attention_layers,
     decoder_layers,
     load,
-    read_apart,
     require_pair,
+    require_separate,
     require_tokens,
     tokenizer_folder,
 )
@@ -61,7 +61,7 @@ def finetune(settings: Settings) -> dict[str, object]:
     if settings.tensorboard:
         board_writer()
     stock()
-    read_apart(settings.source, settings.teacher, settings.out)
+    require_separate(settings.source, settings.teacher, settings.out)
     for folder in (settings.source, settings.teacher):
         read_folder(folder)
     with meet(settings.device) as ranks, clean_errors(ADVICE), ExitStack() as held:
@@ -125,8 +125,8 @@ def _finetune(
     ranks.tell(lambda: _write(settings, folder / STATE, made))
     with _speaker(made, settings, ranks, learns=False) as result:
         scores = {"original": original, "before": curve[0][1], "after": bits(result)}
-    told = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
-    return parse_object(told.encode(), REPORT)
+    report = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
+    return parse_object(report.encode(), REPORT)
 
 
 def _learn(

@@ -107,9 +107,9 @@ class Settings:
 
     def identity(self) -> dict[str, object]:
         """Return the options that affect results as plain JSON, with defaults filled in."""
-        told = {name: value for name, value in asdict(self).items() if name not in PLACES}
+        options = {name: value for name, value in asdict(self).items() if name not in PLACES}
         recipe = self.recipe
-        return told | {
+        return options | {
             "rate": recipe.rate,
             "save_every": recipe.every,
             "precision": "bf16" if self.half else "fp32",

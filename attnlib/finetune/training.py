@@ -57,13 +57,13 @@ def train(
     for step, tokens in enumerate(_bar(islice(batches, done, None), recipe, done, run), done):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
-        told = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
-        if not math.isfinite(told["loss"]):
+        losses = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
+        if not math.isfinite(losses["loss"]):
             raise VerificationError(
-                f"loss: expected a number, got {told['loss']} in step {step + 1}; lower the rate"
+                f"loss: expected a number, got {losses['loss']} in step {step + 1}; lower the rate"
             )
         if run.log is not None:
-            run.log.write(step + 1, told | {"rate": recipe.rate_at(step)})
+            run.log.write(step + 1, losses | {"rate": recipe.rate_at(step)})
         if recipe.is_point(step + 1):
             curve.append((step + 1, score()))
             if run.log is not None:

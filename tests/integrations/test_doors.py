@@ -146,9 +146,9 @@ def changed_by(monkeypatch, change):
     """A Llama whose layers do something to what attention gets."""
     from transformers.models.llama import modeling_llama
 
-    from attnlib.integrations.transformers.doors import doors
+    from attnlib.integrations.transformers.doors import registered_functions
 
-    attend = doors().attend
+    attend = registered_functions().attend
 
     def other(module, query, key, value, attention_mask, **kwargs):
         return attend(module, *change(query, key, value, attention_mask), **kwargs)

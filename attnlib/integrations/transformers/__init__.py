@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...internal.signatures import kind
 from .building import layer_from
-from .doors import register_doors
+from .doors import register_functions
 from .latents import keep_latents
 from .paged import NAME, PagedCache
 from .replacing import replace_attention
@@ -27,7 +27,7 @@ def register() -> None:
     Afterwards, any model that supports attention backends can use it, in training and in ``generate``; see
     docs/transformers.md. Repeated calls have no effect.
     """
-    register_doors()
+    register_functions()
 
 
 @kind

@@ -169,10 +169,10 @@ def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | No
 
 def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
     """Return the mask that a model's flags describe; a single query comes last and sees all keys."""
-    said = flags_of(module, given.is_causal, given.sliding_window)
-    if said == "full" or queries == 1:
+    flags = flags_of(module, given.is_causal, given.sliding_window)
+    if flags == "full" or queries == 1:
         return FULL
-    return CAUSAL if said == "causal" else sliding(given.sliding_window)
+    return CAUSAL if flags == "causal" else sliding(given.sliding_window)
 
 
 def _packed(

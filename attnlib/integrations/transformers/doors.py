@@ -28,10 +28,10 @@ from .replacing import ReplacedAttention
 Value = TypeVar("Value")
 OfConfigs = dict[int, tuple[ref[Any], Value]]  # keyed by id(config)
 # Pairs of lengths kept per config: activation checkpointing reruns a layer long after its mask was made.
-REMEMBERED = 1024
+MAX_LENGTHS = 1024
 
 
-class Doors:
+class RegisteredFunctions:
     """The registered mask and attention functions, and what mask requests leave for the attention calls."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Doors:
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
         if is_clear and (asked.setdefault(sizes, meaning) == meaning or named["q_length"] == 1):
             asked.move_to_end(sizes)
-            if len(asked) > REMEMBERED:
+            if len(asked) > MAX_LENGTHS:
                 asked.popitem(last=False)
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
@@ -193,33 +193,33 @@ class Doors:
             NotImplementedError: the mask was made for other keys, was changed, or cannot be expressed by
                 flags.
         """
-        said = attention.flags_of(module, given.get("is_causal"), given.get("sliding_window"))
+        by_flags = attention.flags_of(module, given.get("is_causal"), given.get("sliding_window"))
         queries, keys = query.shape[2], key.shape[2]
         if isinstance(attention_mask, HandedMask):
             if attention_mask.is_changed or attention_mask.keys not in (None, keys):
                 raise _other_keys(module, keys, {attention_mask.keys})
-            meaning = attention_mask.meaning or said
+            meaning = attention_mask.meaning or by_flags
         elif attention_mask is None and given.get("cu_seq_lens_q") is None:
-            meaning = self._meaning_of_none(module, (queries, keys), said)
+            meaning = self._meaning_of_none(module, (queries, keys), by_flags)
         else:
             return {}
-        if queries == 1 or said == meaning:
+        if queries == 1 or by_flags == meaning:
             return {}
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
         raise NotImplementedError(
             f'{type(module).__name__}: expected flags for a mask of type "{meaning}", as requested from '
-            f'transformers, got flags for type "{said}"; use "eager" for this model'
+            f'transformers, got flags for type "{by_flags}"; use "eager" for this model'
         )
 
-    def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
+    def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], by_flags: str) -> str:
         """Return the mask that None means at these lengths.
 
         That is "full" if no mask was requested and the flags agree.
         """
         config = getattr(module, "config", None)
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
-        if sizes in asked or said == "full":
+        if sizes in asked or by_flags == "full":
             return asked.get(sizes, "full")
         if not asked and sizes[0] == 1:
             return "full"
@@ -264,30 +264,30 @@ def should_have_called(model: nn.Module) -> bool:
     )
 
 
-def doors() -> Doors | None:
+def registered_functions() -> RegisteredFunctions | None:
     """Return attnlib's functions, or None if they are not registered with transformers."""
     registered = AttentionInterface().get(NAME)
     owner = getattr(registered, "__self__", None)
-    return owner if isinstance(owner, Doors) else None
+    return owner if isinstance(owner, RegisteredFunctions) else None
 
 
 def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
     """Run before a forward of a model; a module-level function, so that models can be copied and pickled."""
-    if not torch.compiler.is_compiling() and (ours := doors()) is not None:
+    if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.begin(model)
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     """Run after a forward of a model, also if it raised."""
-    if not torch.compiler.is_compiling() and (ours := doors()) is not None:
+    if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.end(model, output)
 
 
-def register_doors() -> None:
+def register_functions() -> None:
     """Register attention and masks with transformers, and watch which models select attnlib."""
-    if doors() is not None:
+    if registered_functions() is not None:
         return
-    ours = Doors()
+    ours = RegisteredFunctions()
     AttentionInterface.register(NAME, ours.attend)
     AttentionMaskInterface.register(NAME, ours.mask)
     watch_choices(NAME, chosen)
@@ -295,5 +295,5 @@ def register_doors() -> None:
 
 def chosen(model: PreTrainedModel) -> None:
     """Validate and watch a model that has selected attnlib."""
-    if (ours := doors()) is not None:
+    if (ours := registered_functions()) is not None:
         ours.expect(model)

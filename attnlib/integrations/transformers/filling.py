@@ -26,7 +26,7 @@ class Filled:
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
         self.checkpoint, self.folder = checkpoint, checkpoint.folder
-        self.most: int = elements_of(empty)
+        self.max_elements: int = elements_of(empty)
         self.failed: list[CheckpointError] = []
         self.nonfinite: dict[str, dict[str, int]] = {}
         counters = [name for name, x in empty.named_buffers() if not x.is_floating_point()]
@@ -72,11 +72,11 @@ class Filled:
     def _check_range(self, model: nn.Module) -> None:
         """Raise CheckpointError for a weight that is finite as stored but overflows the model's dtype."""
         stored = {x.entry.dtype for x in self.checkpoint.tensors.values() if x.entry.dtype.is_floating_point}
-        most = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
+        largest = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
         for name, x in model.named_parameters():
             if (
                 x.is_floating_point()
-                and torch.finfo(x.dtype).max < most
+                and torch.finfo(x.dtype).max < largest
                 and (counts := count_nonfinite(x.detach()))
             ):
                 raise CheckpointError(
@@ -106,13 +106,13 @@ class Slice:
         return tensor[index]
 
     def _read(self) -> Tensor:
-        if math.prod(self.get_shape()) > self._filled.most:
-            wanted = f"at most {self._filled.most} elements, the whole model in {CONFIG}"
+        if math.prod(self.get_shape()) > self._filled.max_elements:
+            wanted = f"at most {self._filled.max_elements} elements, the whole model in {CONFIG}"
             raise CheckpointError(f"{self._name}: expected {wanted}, got {self.get_shape()}")
         return self._stored.load()
 
 
-def require_room(empty: nn.Module, checkpoint: Checkpoint) -> None:
+def require_size(empty: nn.Module, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError, before memory is allocated, if a model has over twice a folder's elements."""
     stored = sum(math.prod(x.entry.shape) for x in checkpoint.tensors.values())
     wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())

@@ -34,10 +34,10 @@ def keep_latents(model: nn.Module, name: str) -> None:
                 f"model: {type(module).__name__} selects keys with an indexer, which attnlib does not support"
             )
     for module in found:
-        module.expand_kv = MethodType(_kept(name), module)
+        module.expand_kv = MethodType(_passing_latents(name), module)
 
 
-def _kept(name: str):
+def _passing_latents(name: str):
     def expand_kv(self: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached tensors, or expand them for a gradient or another attention implementation."""
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)

@@ -22,7 +22,7 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
     if hasattr(config, FORMS):  # attnlib's own form: every layer may have different sizes
         return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
-    kinds = _kinds_of(config)
+    kinds = _layer_types_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):
         raise ValueError(
@@ -41,7 +41,7 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     return layouts
 
 
-def _kinds_of(config: Any) -> list[str]:
+def _layer_types_of(config: Any) -> list[str]:
     """Return the attention type of each layer, such as ``"sliding_attention"``.
 
     Raises:

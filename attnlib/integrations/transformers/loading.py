@@ -23,7 +23,7 @@ from ...checkpoint_files.private import private_folder
 from ...models.own_form import base_of, is_own
 from .building import family_of
 from .families import FAMILIES
-from .filling import Filled, require_room
+from .filling import Filled, require_size
 from .own import config_from, knows_layers, own_class
 
 ADAPTER = "adapter_config.json"
@@ -49,16 +49,16 @@ def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoin
     Raises:
         CheckpointError: there is none, or it is malformed or unsafe.
     """
-    place = Path(folder)
-    if not place.exists():
+    path = Path(folder)
+    if not path.exists():
         try:
-            place = Path(snapshot_download(str(folder), local_files_only=True))
+            path = Path(snapshot_download(str(folder), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
             raise CheckpointError(
                 f"{folder}: expected a folder with a checkpoint, or a Hub model in the download cache, got "
                 "neither; download it first, for example with `hf download`"
             ) from None
-    return read_folder(place, follow_links=follow_links)
+    return read_folder(path, follow_links=follow_links)
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -68,11 +68,11 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         CheckpointError: the config requests something forbidden, see :func:`plain_config`, or transformers
             rejects it.
     """
-    said = plain_config(checkpoint)
-    with telling("transformers cannot read it"):
-        if is_own(said):
-            return config_from(said)
-        with private_folder({CONFIG: dump(said)}) as folder:
+    fields = plain_config(checkpoint)
+    with checkpoint_errors("transformers cannot read it"):
+        if is_own(fields):
+            return config_from(fields)
+        with private_folder({CONFIG: dump(fields)}) as folder:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -138,7 +138,7 @@ def load_attnlib(
     config = read_config(checkpoint)
     _require_family(config)
     model = load_model(checkpoint, config, dtype=dtype, device=device, allow_nonfinite=allow_nonfinite)
-    with telling(f"attnlib cannot make layers for {type(model).__name__}"):
+    with checkpoint_errors(f"attnlib cannot make layers for {type(model).__name__}"):
         return model if knows_layers(config) else attend(model)
 
 
@@ -160,18 +160,18 @@ def load_model(
             floating dtype, or is not finite; an attnlib layer has no such weight; or the folder has more
             layers than the config.
     """
-    with telling("transformers cannot build a model from it"):
+    with checkpoint_errors("transformers cannot build a model from it"):
         kind = class_of(config)
         with torch.device("meta"):
             empty = kind(config)
-    require_room(empty, checkpoint)
+    require_size(empty, checkpoint)
     dtype = dtype or config.dtype or config.get_text_config().dtype or _stored_dtype(checkpoint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{CONFIG}: dtype: expected a floating dtype of torch, got {str(dtype)[:80]}")
     filled = Filled(checkpoint, empty)
     # with accelerate, each tensor goes to the device as soon as it is read
     placed = device is not None and transformers.utils.is_accelerate_available()
-    with telling(f"transformers cannot load the weights into {kind.__name__}", filled):
+    with checkpoint_errors(f"transformers cannot load the weights into {kind.__name__}", filled):
         model, info = kind.from_pretrained(
             None,
             config=config,
@@ -189,7 +189,7 @@ def load_model(
 
 
 @contextmanager
-def telling(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
+def checkpoint_errors(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
     """Convert the errors that a broken config.json causes elsewhere to a CheckpointError.
 
     transformers wraps the errors of tensors that could not be read; the first of these is raised instead.
@@ -223,9 +223,9 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     """Return the generation config, from its own file or from an older config.json."""
     file = next((file for file in checkpoint.copied if file.name == GENERATION), None)
     if file is None:
-        said = plain_config(checkpoint)
-        with telling("transformers cannot read its generation settings"):
-            return GenerationConfig.from_model_config(base_of(said) if is_own(said) else said)
+        fields = plain_config(checkpoint)
+        with checkpoint_errors("transformers cannot read its generation settings"):
+            return GenerationConfig.from_model_config(base_of(fields) if is_own(fields) else fields)
     try:
         with private_folder({GENERATION: dump(parse_object(file.read(), GENERATION))}) as folder:
             return GenerationConfig.from_pretrained(folder, local_files_only=True)

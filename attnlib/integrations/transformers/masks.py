@@ -80,24 +80,24 @@ def attention_mask(
         int(q_offset) + q_length - kv_offset,
     )  # keys up to the last query
     if kinds == [bidirectional_mask_function] and options.get("allow_is_bidirectional_skip"):
-        return None if padding is None else _least(padding, kv_offset, may_skip=True, or_else=definition)
+        return None if padding is None else _smallest(padding, kv_offset, may_skip=True, or_else=definition)
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
     if q_length == 1 and not (
         skips and fits and kinds == [causal_mask_function]
     ):  # a single query: its row is the whole mask
         row = definition()[:, 0, 0]
-        return _least(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
+        return _smallest(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     if skips and fits and _is_band(kinds, options):
         if padding is None and visible < kv_length:  # the end of a static cache is unused
             padding = torch.ones(batch_size, visible, dtype=torch.bool, device=options.get("device"))
         if padding is None:
             return None
-        return _least(padding[:, :visible], kv_offset, may_skip=visible == kv_length, or_else=definition)
+        return _smallest(padding[:, :visible], kv_offset, may_skip=visible == kv_length, or_else=definition)
     numbers = _documents(mask_function, options) if padding is None else None
     return definition() if numbers is None else handed(numbers)
 
 
-def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
+def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
     """Return None if a mask hides nothing, the mask ``[b, t]`` if it has no holes, and else ``or_else()``.
 
     ``there`` marks the visible keys from index ``offset`` on. The returned mask covers all keys and hides
@@ -127,8 +127,14 @@ def meaning_of(function: Callable) -> str:
     if getattr(function, "__qualname__", "") == REMAPPED:
         return meaning_of(_closed(function, "mask_function"))
     if getattr(function, "__qualname__", "") == JOINED:
-        said = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
-        return "window" if said == {"causal", "window"} else said.pop() if len(said) == 1 else "other"
+        meanings = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
+        return (
+            "window"
+            if meanings == {"causal", "window"}
+            else meanings.pop()
+            if len(meanings) == 1
+            else "other"
+        )
     kinds = {
         WINDOW: "window",
         PACKED: "documents",

@@ -15,7 +15,7 @@ from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
 from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of
-from .pages import BeginOfForward, EndOfForward, HandedPages, stand_in
+from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
 
 NAME = "attnlib"  # must not contain "flash": transformers would look for a flash-attention package
 
@@ -81,7 +81,7 @@ class PagedCache(Cache):
     @property
     def kv(self) -> KVCache:
         """The underlying KVCache, with its lengths and bytes; reading this property closes the open step."""
-        self._settle()
+        self._close_step()
         return self._kv
 
     @property
@@ -116,7 +116,7 @@ class PagedCache(Cache):
         if not self._length:
             return key, value
         pages = self._handed[index] = HandedPages(index, view)
-        return tuple(stand_in(x, self._length + s, pages) for x in (key, value))
+        return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:
         """Return the number of tokens per row that a layer has stored."""
@@ -124,7 +124,7 @@ class PagedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys after a step of ``query_length`` tokens, and the first key's index, 0."""
-        self._settle()
+        self._close_step()
         return self._length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -145,7 +145,7 @@ class PagedCache(Cache):
             raise ValueError(
                 f"tokens_to_remove: expected at most 0, as in every cache, got {tokens_to_remove}"
             )
-        self._settle()
+        self._close_step()
         for handle in self.handles:
             self._kv.truncate(handle, self._length + tokens_to_remove)
         self._length += tokens_to_remove if self.handles else 0
@@ -170,7 +170,7 @@ class PagedCache(Cache):
         return -1 if self._max_length is None else self._max_length
 
     def _begin(self, rows: int, tokens: int) -> None:
-        self._settle()
+        self._close_step()
         if not self.handles:
             self.handles = self._kv.admit(rows)
         if rows != len(self.handles):
@@ -204,9 +204,9 @@ class PagedCache(Cache):
                 f"layer {missing}: expected keys and values in every step, got none; the step was undone"
             )
         else:
-            self._settle()
+            self._close_step()
 
-    def _settle(self) -> None:
+    def _close_step(self) -> None:
         """Close the open step. It stays open until now because its views are read after the last append.
 
         If some layers stored nothing, the model raised midway, and the step is undone.
@@ -246,7 +246,7 @@ class PagedCache(Cache):
 
     def _select(self, rows: Sequence[int]) -> None:
         """Make row i a copy of the old row ``rows[i]``; copies share pages, and unused old rows are freed."""
-        self._settle()
+        self._close_step()
         self._kv.release(*(handle for row, handle in enumerate(self.handles) if row not in rows))
         used: set[int] = set()
         chosen = []

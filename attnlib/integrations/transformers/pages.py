@@ -28,7 +28,7 @@ class HandedPages:
         self.was_read = False
 
 
-def stand_in(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
+def placeholder(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
     """Return a placeholder ``[b, g, tokens, d]`` for keys or values ``x`` ``[b, g, s, d]``.
 
     The placeholder is an expanded NaN scalar, so it takes no memory. It refers to ``pages`` as
