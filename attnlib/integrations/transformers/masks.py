@@ -128,13 +128,9 @@ def meaning_of(function: Callable) -> str:
         return meaning_of(_closed(function, "mask_function"))
     if getattr(function, "__qualname__", "") == JOINED:
         meanings = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
-        return (
-            "window"
-            if meanings == {"causal", "window"}
-            else meanings.pop()
-            if len(meanings) == 1
-            else "other"
-        )
+        if meanings == {"causal", "window"}:
+            return "window"
+        return meanings.pop() if len(meanings) == 1 else "other"
     kinds = {
         WINDOW: "window",
         PACKED: "documents",
