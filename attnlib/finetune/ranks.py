@@ -63,24 +63,19 @@ class WorkerGroup:
         Raises:
             ElsewhereError: on the other ranks, if ``action`` failed; the first rank raises its error.
         """
-        failed, told = None, b""
+        failed, result = None, [None]
         if self.is_first:
             try:
-                told = action().encode()
+                result = [action()]
             except BaseException as error:
                 failed = error
         if self.mesh is not None:
-            length = torch.tensor([-1 if failed else len(told)], device=self.device)
-            dist.broadcast(length, 0)
-            if length >= 0:
-                data = torch.tensor(list(told) or [0] * int(length), dtype=torch.uint8, device=self.device)
-                dist.broadcast(data, 0)
-                told = bytes(data.tolist())
-            elif not self.is_first:
-                raise ElsewhereError("the first rank failed; see its error message")
+            dist.broadcast_object_list(result, 0, device=self.device)
         if failed:
             raise failed
-        return told.decode()
+        if result[0] is None:
+            raise ElsewhereError("the first rank failed; see its error message")
+        return result[0]
 
 
 def whole(x: Tensor) -> Tensor:
