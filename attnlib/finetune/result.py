@@ -57,9 +57,6 @@ def _sync(folder: Path) -> None:
     """Flush all files in ``folder`` to disk."""
     for path in folder.iterdir():
         if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     sync_folder(folder)

@@ -64,16 +64,13 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     load_weights(path, model)
     stored, curve = _read(path)
     names = {parameter: name for name, parameter in trained(model).items()}
-    states, index = {}, 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            prefix = f"optimizer.{names[parameter]}/"
-            values = {
-                key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)
-            }
-            if values:
-                states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
-            index += 1
+    states = {}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for index, parameter in enumerate(parameters):
+        prefix = f"optimizer.{names[parameter]}/"
+        values = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+        if values:
+            states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     return curve
 
