@@ -32,16 +32,16 @@ class Corpus:
             CheckpointError: the folder has no tokenizer.
         """
         text = "".join(read_text(path)[0] for path in files)
-        size = len(text.encode())
-        tokens = tokens_of(folder, text, samples=max(1, size), length=1).flatten()
+        data = text.encode()
+        tokens = tokens_of(folder, text, samples=max(1, len(data)), length=1).flatten()
         kept = len(tokens) - len(tokens) // HELD_OUT
         if min(kept, len(tokens) - kept) < context + 1:
             raise RequestError(
                 f"--text: expected at least {HELD_OUT * (context + 1)} tokens, a tenth of which is held out, "
                 f"got {len(tokens)}; use a longer text or a shorter --context"
             )
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(tokens[:kept], tokens[kept:], size / len(tokens), digest)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(tokens[:kept], tokens[kept:], len(data) / len(tokens), sha256)
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
         """Yield ``count`` random training batches ``[batch, context + 1]``; a seed determines all of them."""

@@ -141,8 +141,9 @@ def _learn(
         _speaker(settings.source, settings, ranks, learns=True) as student,
     ):
         original = bits(teacher)
-        sizes = {"count": recipe.steps, "batch": recipe.batch, "context": recipe.context}
-        batches = corpus.batches(seed=settings.seed, **sizes)
+        batches = corpus.batches(
+            count=recipe.steps, batch=recipe.batch, context=recipe.context, seed=settings.seed
+        )
         run = TrainingRun(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
         curve = train(student, teacher, batches, recipe, lambda: bits(student), run)
         return original, curve, _counts(student)

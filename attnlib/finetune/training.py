@@ -143,12 +143,12 @@ def _losses(
 def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: TrainingRun) -> Iterator[Tensor]:
     from tqdm import tqdm
 
-    options = {"unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 15}
     return tqdm(
         batches,
         run.label,
         recipe.steps,
         initial=done,
+        unit="step",
+        mininterval=0.2 if sys.stderr.isatty() else 15,
         disable=not (run.bar and run.ranks.is_first),
-        **options,
     )

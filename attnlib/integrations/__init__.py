@@ -46,9 +46,13 @@ def load(
     from .transformers.loading import check_arguments, checkpoint_at, load_attnlib
 
     check_arguments(dtype, device)
-    checkpoint = checkpoint_at(folder, follow_links=follow_links)
-    options = {"dtype": dtype, "device": device, "allow_nonfinite": allow_nonfinite}
-    model = load_attnlib(checkpoint, **options, attend=replace)
+    model = load_attnlib(
+        checkpoint_at(folder, follow_links=follow_links),
+        dtype=dtype,
+        device=device,
+        allow_nonfinite=allow_nonfinite,
+        attend=replace,
+    )
     register()
     model.set_attn_implementation(NAME)
     return model

@@ -34,8 +34,7 @@ def unpad_input(
 @kind
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo ``unpad_input``: return ``[b, s, ...]`` from tokens ``[t, ...]`` at ``indices``, padded with 0."""
-    rest = hidden_states.shape[1:]
-    out = hidden_states.new_zeros(batch * seqlen, *rest)
+    out = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return out.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
 
 

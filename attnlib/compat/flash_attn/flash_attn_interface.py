@@ -85,11 +85,17 @@ def flash_attn_varlen_func(
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if block_table is None:
-        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        return _result(
-            *varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs
+        out, lse = varlen_attention_with_lse(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            **options,
         )
+        return _result(out, lse, return_attn_probs)
     if options.pop("dropout_p"):
         raise NotImplementedError("dropout_p: expected 0 with a block_table, which is for inference only")
     view = pages_of(k, v, table=block_table, lengths=cu_seqlens_k.diff().int(), cu_seqlens_q=cu_seqlens_q)
@@ -107,8 +113,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
     """Run :func:`flash_attn_varlen_func` with queries, keys and values in one tensor ``[t, 3, h, d]``."""
-    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(-3), *sizes, *args, **kwargs)
+    return flash_attn_varlen_func(
+        *qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
+    )
 
 
 def _options(
@@ -126,8 +133,13 @@ def _options(
             "deterministic: expected False, since a single call cannot be made deterministic; call "
             "torch.use_deterministic_algorithms(True) first"
         )
-    options = {"mask": band(causal, window_size), "scale": softmax_scale, "softcap": softcap or None}
-    return options | {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+    return {
+        "mask": band(causal, window_size),
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+    }
 
 
 def _result(out: Tensor, lse: Tensor, with_lse: bool) -> Result:

@@ -74,8 +74,14 @@ def flash_attn_with_kvcache(
         step = torch.arange(s, dtype=torch.int32, device=q.device)
         at = stored[:, None] + (step if mask != Mask(None, None) else step * 0)
         q = rotate(q, _angles(rotary_cos, rotary_sin, at, rotary_interleaved))
-    options = {"scale": softmax_scale, "softcap": softcap or None, "alibi_slopes": alibi_slopes}
-    out, lse = cached_attention_with_lse(q, view, mask=mask, **options)
+    out, lse = cached_attention_with_lse(
+        q,
+        view,
+        mask=mask,
+        scale=softmax_scale,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+    )
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
 
@@ -100,8 +106,16 @@ def pages_of(
     """
     layout = KVLayout.grouped(k.shape[2], k.shape[3], v.shape[3], dtype=k.dtype)
     starts = torch.zeros_like(lengths) if starts is None else starts.int()
-    planes = {"k": k, "v": v, "table": table, "starts": starts, "lengths": lengths}
-    return KVView(layout, k.shape[1], **planes, cu_seqlens_q=cu_seqlens_q)
+    return KVView(
+        layout,
+        k.shape[1],
+        k=k,
+        v=v,
+        table=table,
+        starts=starts,
+        lengths=lengths,
+        cu_seqlens_q=cu_seqlens_q,
+    )
 
 
 def band(causal: bool, window_size: tuple[int, int]) -> Mask:

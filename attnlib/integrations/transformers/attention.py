@@ -180,9 +180,18 @@ def _packed(
 ) -> Tensor:
     """Compute attention of packed sequences ``[1, t, h, d]``."""
     cu_k = given.cu_seq_lens_q if given.cu_seq_lens_k is None else given.cu_seq_lens_k
-    offsets = {"cu_seqlens_q": given.cu_seq_lens_q.int(), "cu_seqlens_k": cu_k.int(), "dropout_p": dropout}
-    longest = {"max_seqlen_q": given.max_length_q, "max_seqlen_k": given.max_length_k}
-    return varlen_attention(q[0], k[0], v[0], mask=mask, **offsets, **longest, **options)[None]
+    return varlen_attention(
+        q[0],
+        k[0],
+        v[0],
+        mask=mask,
+        cu_seqlens_q=given.cu_seq_lens_q.int(),
+        cu_seqlens_k=cu_k.int(),
+        max_seqlen_q=given.max_length_q,
+        max_seqlen_k=given.max_length_k,
+        dropout_p=dropout,
+        **options,
+    )[None]
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:

@@ -45,11 +45,12 @@ def layer_from(
     family = family_of(config, part)
     check_fields(family, config)
     rope = rope_of(family, config, index)
-    options = {"mask": mask_of(family, config, index), "rope": rope}
-    options["temperature"] = (
-        None if family.temperature is None else family.temperature(config, rope is not None)
-    )
-    options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
+    options = {
+        "mask": mask_of(family, config, index),
+        "rope": rope,
+        "temperature": None if family.temperature is None else family.temperature(config, rope is not None),
+        "dropout_p": getattr(config, family.dropout, 0.0) or 0.0,
+    }
     if kv_heads is not None:
         options["num_kv_heads"] = kv_heads
     layer = (_latent if family.is_latent else _grouped)(family, config, index, options | dict(factory))
@@ -123,10 +124,11 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "head_dim": _head_dim(family, config),
         "sinks": family.sinks,
         "norm_after_rope": family.norm_after_rope,
+        "bias": _value(config, family.bias),
+        "output_bias": _value(config, family.output_bias),
+        "scale": None if family.scale is None else family.scale(config, index),
+        "softcap": _value(config, family.softcap),
     }
-    options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
-    options |= {"scale": None if family.scale is None else family.scale(config, index)}
-    options |= {"softcap": None if family.softcap is None else getattr(config, family.softcap)}
     layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
     has_norm = family.norm_if is None or getattr(config, family.norm_if)
     if family.norm is not None and has_norm and not (family.norm is PlainRMSNorm and options["rope"] is None):

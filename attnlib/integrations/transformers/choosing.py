@@ -62,10 +62,14 @@ def classes_of(config: type) -> list[type[PreTrainedModel]]:
     """Return the model classes for a config type, from the modeling file beside it."""
     name = config.__module__.replace("configuration_", "modeling_")
     found = vars(sys.modules.get(name, object)).values()
-    kinds = [
-        x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
+    return [
+        x
+        for x in found
+        if isinstance(x, type)
+        and issubclass(x, PreTrainedModel)
+        and x.__module__ == name
+        and x.config_class is config
     ]
-    return [kind for kind in kinds if kind.config_class is config]
 
 
 def sources_of(config: type) -> set[str]:

@@ -103,8 +103,10 @@ class RegisteredFunctions:
         """
         self._refuse_kinds([type(model)])
         if model not in self.waiting:
-            hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)
-            self.waiting[model] = list(hooks)
+            self.waiting[model] = [
+                model.register_forward_pre_hook(begin),
+                model.register_forward_hook(end, always_call=True),
+            ]
 
     def begin(self, model: PreTrainedModel) -> None:
         """Record the attention calls so far and the flags of the layers, before a model's first forward."""

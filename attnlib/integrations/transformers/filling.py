@@ -36,8 +36,11 @@ class Filled:
             if not stored.entry.dtype.is_floating_point
             and not any(_is_same(name, other) for other in counters)
         }
-        left = checkpoint.tensors.keys() - self.integers.keys()
-        self.slices: dict[str, Slice] = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
+        self.slices: dict[str, Slice] = {
+            name: Slice(name, stored, self)
+            for name, stored in checkpoint.tensors.items()
+            if name not in self.integers
+        }
 
     def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
         """Raise CheckpointError for a weight that is missing, mismatched, superfluous or not finite."""

@@ -22,8 +22,11 @@ def keep_latents(model: nn.Module, name: str) -> None:
         ValueError: the model has no MLA layer.
         NotImplementedError: its layers select keys with an indexer.
     """
-    found = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
-    found = [module for module in found if all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))]
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(type(module), "expand_kv") and all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))
+    ]
     if not found:
         raise ValueError(
             f"model: expected one with MLA layers, such as DeepSeek-V3, got {type(model).__name__}"

@@ -57,8 +57,15 @@ class PagedCache(Cache):
                 "hf.register()"
             )
         layouts = layouts_of(model, config, store)
-        options = {"page_size": page_size, "max_sequences": max_sequences, "max_length": max_length}
-        self._kv = KVCache.paged(layouts, pages=pages, rollback=rollback, device=model.device, **options)
+        self._kv = KVCache.paged(
+            layouts,
+            pages=pages,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            rollback=rollback,
+            device=model.device,
+        )
         self._rollback, self._max_length = rollback, max_length
         self.handles: list[Handle] = []  # one handle per row
         self._length = 0  # tokens per row before the open step

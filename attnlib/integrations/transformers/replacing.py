@@ -51,12 +51,11 @@ class ReplacedAttention(nn.Module):
         older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
         cache = next((x for x in (cache, *older) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
-        at = self._positions(hidden_states, kwargs.get("position_ids"), cache)
-        q = self._query(hidden_states, angles, at)
+        positions = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         key, value = self._stored(hidden_states, angles, cache, key_value_states)
         out, _ = attention_forward(
             self,
-            q,
+            self._query(hidden_states, angles, positions),
             key,
             value,
             mask if attention_mask is None else attention_mask,
