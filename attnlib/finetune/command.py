@@ -98,25 +98,18 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="match only the teacher, or learn the text while the teacher fades out (default: teacher)",
     )
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: 1000)")
-    steps.add_argument(
-        "--batch", type=int, metavar="N", help="sequences per step, over all ranks (default: 8)"
-    )
-    steps.add_argument("--context", type=int, metavar="N", help="tokens per sequence (default: 512)")
-    steps.add_argument(
-        "--accumulate", type=int, metavar="N", help="split a batch into N parts to save memory (default: 1)"
-    )
-    steps.add_argument(
-        "--rate", type=float, metavar="X", help="peak learning rate (default: 3e-4; with --lora: 1e-3)"
-    )
-    steps.add_argument(
-        "--warm-up", type=float, metavar="SHARE", help="share of the steps for warm-up (default: 0.06)"
-    )
-    steps.add_argument("--clip", type=float, metavar="X", help="maximum gradient norm (default: 1)")
-    steps.add_argument("--decay", type=float, metavar="X", help="weight decay of matrices (default: 0)")
-    steps.add_argument(
-        "--seed", type=int, metavar="N", help="seed for the text order and the adapters (default: 0)"
-    )
+    for name, value_type, metavar, help_text in (
+        ("--steps", int, "N", "optimizer steps (default: 1000)"),
+        ("--batch", int, "N", "sequences per step, over all ranks (default: 8)"),
+        ("--context", int, "N", "tokens per sequence (default: 512)"),
+        ("--accumulate", int, "N", "split a batch into N parts to save memory (default: 1)"),
+        ("--rate", float, "X", "peak learning rate (default: 3e-4; with --lora: 1e-3)"),
+        ("--warm-up", float, "SHARE", "share of the steps for warm-up (default: 0.06)"),
+        ("--clip", float, "X", "maximum gradient norm (default: 1)"),
+        ("--decay", float, "X", "weight decay of matrices (default: 0)"),
+        ("--seed", int, "N", "seed for the text order and the adapters (default: 0)"),
+    ):
+        steps.add_argument(name, type=value_type, metavar=metavar, help=help_text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -55,8 +55,7 @@ class Speaker:
         """
         self._given, self._heard = given, {}
         try:
-            logits = self._logits(tokens)
-            return logits, [self._heard[index] for index in range(len(self._attention))]
+            return self._logits(tokens), [self._heard[index] for index in range(len(self._attention))]
         finally:
             self._given = self._heard = None
 

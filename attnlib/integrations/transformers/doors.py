@@ -268,8 +268,7 @@ def should_have_called(model: nn.Module) -> bool:
 
 def registered_functions() -> RegisteredFunctions | None:
     """Return attnlib's functions, or None if they are not registered with transformers."""
-    registered = AttentionInterface().get(NAME)
-    owner = getattr(registered, "__self__", None)
+    owner = getattr(AttentionInterface().get(NAME), "__self__", None)
     return owner if isinstance(owner, RegisteredFunctions) else None
 
 

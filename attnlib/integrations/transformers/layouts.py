@@ -53,9 +53,10 @@ def _layer_types_of(config: Any) -> list[str]:
             "a DynamicCache for this model"
         )
     per_layer = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
-    windows = [getattr(of_layer, "sliding_window", None) for of_layer in per_layer]
-    kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers]
-    kinds = kinds or ["full_attention" if window is None else "sliding_attention" for window in windows]
+    kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers] or [
+        "full_attention" if getattr(of_layer, "sliding_window", None) is None else "sliding_attention"
+        for of_layer in per_layer
+    ]
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")

@@ -47,8 +47,7 @@ def rename_saved(
     begin, heads = prefix + inner, owner.get_submodule(inner.removesuffix(".")).num_heads
     own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
     for name, names in _pairs(family, own):
-        parts = [state.pop(begin + part) for part in names]
-        state[prefix + name] = fused(family, parts, heads).contiguous()
+        state[prefix + name] = fused(family, [state.pop(begin + part) for part in names], heads).contiguous()
 
 
 def rename_loaded(
