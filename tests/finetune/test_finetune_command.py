@@ -274,8 +274,8 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
             lambda to: make_original(to, vocab_size=140),
             "vocab_size: expected 140 as in the teacher .*, got 130",
         ),
-        (lambda to: make_original(to, num_hidden_layers=1), "num_hidden_layers: expected 1, .* got 2"),
-        (lambda to: make_original(to, hidden_size=16), "hidden_size: expected 16, .* got 32"),
+        (lambda to: make_original(to, num_hidden_layers=1), "num_hidden_layers: expected 1 .* got 2"),
+        (lambda to: make_original(to, hidden_size=16), "hidden_size: expected 16 .* got 32"),
         (
             lambda to: add_tokenizer(make_original(to), shift=1),
             "tokenizer: expected the same tokens as in the teacher",

@@ -255,7 +255,7 @@ HOSTILE = {
     "a pickle alone": (pickle_alone, "may run code"),
     "a distributed checkpoint": (distributed, "expected model.safetensors or"),
     "a pickle named by config.json": (named_pickle, "transformers_weights: expected no other files"),
-    "an adapter beside": (adapter, "adapter_config.json: expected a whole model"),
+    "an adapter beside": (adapter, "adapter_config.json: expected a complete model"),
     "an adapter that names a folder": (adapter_alone, "expected model.safetensors or"),
     # F17: what is no weight of the model
     "nan": (filled(torch.nan, 2), f"{KEY} {{'nan': 2}}: expected finite"),
@@ -305,7 +305,7 @@ FIELDS = {
     "10**30 labels": ({"num_labels": 10**30}, "num_labels: expected at most 4096"),
     "a vocabulary of 2**40": ({"vocab_size": 2**40}, "vocab_size: expected at most"),
     "heads of 2**40": ({"head_dim": 2**40}, "head_dim: expected at most"),
-    "wider than the folder": ({"intermediate_size": 2**19}, "expected a model of the"),
+    "wider than the folder": ({"intermediate_size": 2**19}, "expected a model with the"),
     "an epsilon below 0": ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected a number of at least 0, got -1.0"),
     "a flag that is a word": (
         {"output_hidden_states": "x"},

@@ -244,9 +244,9 @@ def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
     return NotImplementedError(
-        f"{type(module).__name__}: expected as many keys as its mask was made for "
-        f"({sorted(x for x in asked if x is not None)}), got {keys}; the model adds keys, or changes its "
-        'mask after it was made: use "eager" for this model'
+        f'{type(module).__name__}: expected as many keys as the mask of attn_implementation="attnlib" was '
+        f"made for ({sorted(x for x in asked if x is not None)}), got {keys}; the model adds keys or changes "
+        'its mask after it was made: use "eager" for this model'
     )
 
 
