@@ -1,1 +1,1 @@
-"""Other libraries' signatures over attnlib: torch's SDPA, and flash-attn's package."""
+"""Drop-in replacements for other libraries: torch's SDPA, and the package flash-attn."""

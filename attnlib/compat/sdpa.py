@@ -1,4 +1,4 @@
-"""torch's ``scaled_dot_product_attention``, by its signature, its layout and its rules."""
+"""A drop-in replacement for torch's ``scaled_dot_product_attention``."""
 
 import torch
 from torch import Tensor
@@ -23,15 +23,16 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of query ``[..., h, s, d]`` over key ``[..., g, t, d]`` and value ``[..., g, t, e]``.
+    """Compute attention of query ``[..., h, s, d]`` over key ``[..., g, t, d]`` and value ``[..., g, t, e]``.
 
-    It gives ``[..., h, s, e]``, as ``torch.nn.functional.scaled_dot_product_attention``. ``is_causal`` aligns
-    the first query with the first key. A bool ``attn_mask`` shows what is True, a float one is added to the
-    scores and may learn; both broadcast to ``[..., h, s, t]``. Grouped heads need ``enable_gqa``. A query
-    that sees nothing gives 0. Which weights dropout drops is attnlib's own.
+    Returns ``[..., h, s, e]``, like ``torch.nn.functional.scaled_dot_product_attention``. ``is_causal``
+    aligns the first query with the first key. A bool ``attn_mask`` is True for visible keys; a float mask is
+    added to the scores and may require gradients. Both broadcast to ``[..., h, s, t]``. Fewer key heads than
+    query heads need ``enable_gqa``. A query that sees no key returns 0. The dropout pattern differs from
+    torch's.
 
     Raises:
-        ValueError, TypeError: shapes that do not broadcast, or ``is_causal`` with an ``attn_mask``.
+        ValueError, TypeError: shapes do not broadcast, or both ``is_causal`` and ``attn_mask`` are given.
 
     >>> q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()
     >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -43,7 +44,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {came(x)}")
     if is_causal and attn_mask is not None:
         raise ValueError(
-            "attn_mask: expected None with is_causal=True, as torch does; put the order into the mask"
+            "attn_mask: expected None with is_causal=True, as in torch; make the mask itself causal"
         )
     rank = max(x.dim() for x in (query, key, value))
     q, k, v = (x.reshape(*[1] * (max(rank, 4) - x.dim()), *x.shape) for x in (query, key, value))
@@ -57,19 +58,18 @@ def scaled_dot_product_attention(
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
     call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
     out = attend(call)[0].transpose(1, 2)
-    return out.reshape(
-        *(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1]
-    )  # without the dimensions that were added
+    # drop the dimensions that were added to reach rank 4
+    return out.reshape(*(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1])
 
 
 def _masked(
     given: Tensor | None, shape: tuple[int, ...], band: AnyMask
 ) -> tuple[AnyMask, ScoreFunction | None]:
-    """What a mask of torch's says, of calls with scores of this shape: what is shown, or added."""
+    """Convert torch's ``attn_mask``, for scores of this shape, to a mask and a score function of attnlib."""
     if given is None:
         return band, None
     given = given.reshape(*[1] * (len(shape) - given.dim()), *given.shape)
-    if len(shape) > 4:  # leading dimensions are one to a call
+    if len(shape) > 4:  # attnlib has only one batch dimension
         given = given.expand(*shape[:-3], *given.shape[-3:]).flatten(0, -4)
     for have, want in zip(reversed(given.shape), reversed(shape), strict=False):
         if have not in (1, want) and len(shape) == 4:
@@ -80,10 +80,11 @@ def _masked(
 
 
 def _one(name: str, sizes: list[int]) -> int:
-    """The size to which these broadcast."""
+    """Return the size that these sizes broadcast to."""
     found = {size for size in sizes if size != 1} or {1}
     if len(found) > 1:
         raise ValueError(
-            f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them"
+            f"{name}: expected the same number in query, key and value, got {sizes}; "
+            "pass enable_gqa=True for grouped heads"
         )
     return found.pop()

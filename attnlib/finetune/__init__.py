@@ -1,6 +1,6 @@
-"""A converted language model back to the quality of the original: ``python -m attnlib finetune``.
+"""Distill a converted language model back to the quality of the original: ``python -m attnlib finetune``.
 
-``distillation`` says what a student learns of its teacher, ``training`` takes the steps, ``state`` makes them
-resumable; all three know nothing of folders, and any language model with attention layers will do. ``run``
-does the same with two folders of Hugging Face models, for which it needs transformers.
+``distillation`` defines the losses between student and teacher, ``training`` takes the optimizer steps, and
+``state`` makes a run resumable. These three know nothing about folders and work with any language model that
+has attention layers. ``run`` applies them to two folders of Hugging Face models and needs transformers.
 """

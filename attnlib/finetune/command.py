@@ -1,4 +1,4 @@
-"""``python -m attnlib finetune``: its options, and what it does with them."""
+"""The command ``python -m attnlib finetune``: its options, its summary and its exit codes."""
 
 import argparse
 import os
@@ -13,26 +13,40 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 EPILOG = """\
-exit codes: 0 done; 2 a wrong request; 3 a folder cannot be used; 4 the result is not what it should be; 5 no space;
-1 it cannot be written for another reason; 130 interrupted. The same command again goes on where it was stopped.
+exit codes:
+  0    the result was written and verified
+  1    the result could not be written
+  2    invalid request
+  3    a folder cannot be used
+  4    the result failed verification
+  5    not enough disk space
+  130  interrupted
 
+To resume an interrupted run, run the same command again.
+
+examples:
   python -m attnlib finetune llama-gqa llama-gqa-healed --teacher llama --text my.txt
-  torchrun --nproc-per-node 8 -m attnlib finetune llama-gqa llama-gqa-healed --teacher llama --text my.txt --batch 64
+  torchrun --nproc-per-node 8 -m attnlib finetune llama-gqa llama-gqa-healed --teacher llama \\
+      --text my.txt --batch 64
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command; those that are not given have the defaults of Settings."""
+    """Declare the options of the command; options that are not given take their defaults from Settings."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "A converted checkpoint folder back to the quality of the one that it was converted from."
+        "Distill a converted checkpoint back to the quality of the original that it was converted from."
     )
     parser.epilog = EPILOG
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted checkpoint folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write the result to")
     needed = parser.add_argument_group("required")
     needed.add_argument(
-        "--teacher", type=Path, required=True, metavar="ORIGINAL", help="what it was converted from"
+        "--teacher",
+        type=Path,
+        required=True,
+        metavar="ORIGINAL",
+        help="the checkpoint folder that SOURCE was converted from",
     )
     needed.add_argument(
         "--text",
@@ -40,59 +54,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="FILE",
-        help="UTF-8; the last tenth is held out",
+        help="UTF-8 text files to train on; the last tenth is held out for scoring",
     )
     _add_training(parser)
     files = parser.add_argument_group("machine and files")
-    files.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    files.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
     files.add_argument(
-        "--precision", choices=("bf16", "fp32"), help="of products (default: bf16 on a GPU, else fp32)"
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="precision of matrix products (default: bf16 on a GPU, else fp32)",
     )
-    files.add_argument("--checkpointing", action="store_true", help="compute layers again in the backward")
     files.add_argument(
-        "--save-every", type=int, metavar="N", help="steps between states (default: an eighth of them)"
+        "--checkpointing", action="store_true", help="save memory: recompute activations in the backward"
     )
-    files.add_argument("--windows", type=int, metavar="N", help="of held-out text for a score (default: 256)")
-    files.add_argument("--tensorboard", action="store_true", help="log for TensorBoard, too")
+    files.add_argument(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="save a state every N steps (default: an eighth of the steps)",
+    )
+    files.add_argument("--windows", type=int, metavar="N", help="held-out sequences per score (default: 256)")
+    files.add_argument("--tensorboard", action="store_true", help="also write a log for TensorBoard")
     files.add_argument("--quiet", action="store_true", help="print errors only")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    learning = parser.add_argument_group("what is learnt")
-    learning.add_argument("--train", choices=("attention", "all"), help="which weights (default: attention)")
+    learning = parser.add_argument_group("training objective")
     learning.add_argument(
-        "--lora", type=int, metavar="RANK", help="by adapters of this rank, merged in the end"
+        "--train", choices=("attention", "all"), help="weights to train (default: attention)"
     )
     learning.add_argument(
-        "--layerwise", type=float, metavar="SHARE", help="of steps, layer by layer (default: 0.5)"
+        "--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank, merged at the end"
+    )
+    learning.add_argument(
+        "--layerwise",
+        type=float,
+        metavar="SHARE",
+        help="share of the steps in which each attention layer learns on its own (default: 0.5)",
     )
     learning.add_argument(
         "--objective",
         choices=("teacher", "text"),
-        help="the teacher alone, or the text and a teacher that fades",
+        help="match only the teacher, or learn the text while the teacher fades out (default: teacher)",
     )
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--steps", type=int, metavar="N", help="default: 1000")
-    steps.add_argument(
-        "--batch", type=int, metavar="N", help="sequences of a step, on all ranks (default: 8)"
-    )
-    steps.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: 512)")
-    steps.add_argument(
-        "--accumulate", type=int, metavar="N", help="parts of a batch, one at a time (default: 1)"
-    )
-    steps.add_argument(
-        "--rate", type=float, metavar="X", help="peak of the learning rate (default: 3e-4; LoRA: 1e-3)"
-    )
-    steps.add_argument("--warm-up", type=float, metavar="SHARE", help="of steps (default: 0.06)")
-    steps.add_argument("--clip", type=float, metavar="X", help="largest norm of the gradient (default: 1)")
-    steps.add_argument("--decay", type=float, metavar="X", help="weight decay of matrices (default: 0)")
-    steps.add_argument(
-        "--seed", type=int, metavar="N", help="of the order of the text and of adapters (default: 0)"
-    )
+    for name, value_type, metavar, help_text in (
+        ("--steps", int, "N", "optimizer steps (default: 1000)"),
+        ("--batch", int, "N", "sequences per step, over all ranks (default: 8)"),
+        ("--context", int, "N", "tokens per sequence (default: 512)"),
+        ("--accumulate", int, "N", "split a batch into N parts to save memory (default: 1)"),
+        ("--rate", float, "X", "peak learning rate (default: 3e-4; with --lora: 1e-3)"),
+        ("--warm-up", float, "SHARE", "share of the steps for warm-up (default: 0.06)"),
+        ("--clip", float, "X", "maximum gradient norm (default: 1)"),
+        ("--decay", float, "X", "weight decay of matrices (default: 0)"),
+        ("--seed", int, "N", "seed for the text order and the adapters (default: 0)"),
+    ):
+        steps.add_argument(name, type=value_type, metavar=metavar, help=help_text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Finetune and print a summary; returns the exit code."""
+    """Finetune, print a summary and return the exit code."""
     try:
         settings = _settings(arguments)
         from .ranks import ElsewhereError
@@ -115,15 +136,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """The report in a few lines."""
+    """Return a short text summary of the report."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
-    told = (
+    scores = (
         f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"
         for name in ("original", "before", "after")
     )
     counts = report["parameters"]
     return f"""\
-held-out text, bits per byte: {", ".join(told)}
+held-out text, bits per byte: {", ".join(scores)}
 trained: {counts["trained"]:,} of {counts["all"]:,} parameters
 report: {out / "finetune_report.json"}"""
 

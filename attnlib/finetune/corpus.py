@@ -1,4 +1,4 @@
-"""Text to learn, as tokens: the last tenth of it is held out."""
+"""The training text as tokens; the last tenth is held out."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from torch import Tensor
 from ..convert.checkpoint.errors import RequestError
 from ..convert.text.tokens import read_text, tokens_of
 
-HELD_OUT = 10  # one token of so many
+HELD_OUT = 10  # one token in 10 is held out
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens ``[t]`` to learn and others that nobody learns; ``sha256`` is that of the text's bytes."""
+    """Training tokens ``[t]`` and held-out tokens ``[t]``; ``sha256`` is the hash of the UTF-8 text."""
 
     train: Tensor
     held_out: Tensor
@@ -25,35 +25,33 @@ class Corpus:
 
     @classmethod
     def read(cls, files: Sequence[Path], folder: Path, *, context: int) -> "Corpus":
-        """UTF-8 files, one after another, as tokens of the tokenizer in ``folder``.
+        """Read and concatenate UTF-8 files and tokenize them with the tokenizer in ``folder``.
 
         Raises:
-            RequestError: a file cannot be read, or all are too short for a context in each part.
+            RequestError: a file cannot be read, or the text is too short for a context in each part.
             CheckpointError: the folder has no tokenizer.
         """
         text = "".join(read_text(path)[0] for path in files)
-        size = len(text.encode())
-        tokens = tokens_of(folder, text, samples=max(1, size), length=1).flatten()
+        data = text.encode()
+        tokens = tokens_of(folder, text, samples=max(1, len(data)), length=1).flatten()
         kept = len(tokens) - len(tokens) // HELD_OUT
         if min(kept, len(tokens) - kept) < context + 1:
             raise RequestError(
                 f"--text: expected at least {HELD_OUT * (context + 1)} tokens, a tenth of which is held out, "
                 f"got {len(tokens)}; use a longer text or a shorter --context"
             )
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(tokens[:kept], tokens[kept:], size / len(tokens), digest)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(tokens[:kept], tokens[kept:], len(data) / len(tokens), sha256)
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-        """``count`` batches ``[batch, context + 1]`` of the text to learn; the same ones for the same
-        seed.
-        """
+        """Yield ``count`` random training batches ``[batch, context + 1]``; a seed determines all of them."""
         generator, window = torch.Generator().manual_seed(seed), torch.arange(context + 1)
         for _ in range(count):
             start = torch.randint(len(self.train) - context, (batch, 1), generator=generator)
             yield self.train[start + window]
 
     def windows(self, context: int, *, limit: int) -> Tensor:
-        """At most ``limit`` windows ``[n, context + 1]`` of held-out text, spread evenly over it."""
+        """Return at most ``limit`` held-out windows ``[n, context + 1]``, spread evenly over the tokens."""
         windows = self.held_out.unfold(0, context + 1, context)
         count = min(limit, len(windows))
         return windows[torch.arange(count) * len(windows) // count]

@@ -1,6 +1,4 @@
-"""What a student has to learn from its teacher: the next token, and what each attention layer adds to the
-stream.
-"""
+"""Distillation losses: the student matches the teacher's next-token logits and attention outputs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,21 +11,22 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 Objective = Literal["teacher", "text"]
-ATTENTION = 1.0  # what a relative error of 1 weighs, in bits
-SILENT = 1e-12  # the least that a sequence's outputs count as, squared and summed
+ATTENTION = 1.0  # loss in bits for a relative error of 1
+SILENT = 1e-12  # lower bound on a sequence's squared output norm, to divide by
 
 
 class Speaker:
-    """A language model as distillation sees it: ``logits(tokens)``, and attention layers that can be heard.
+    """A language model for distillation, whose attention outputs can be recorded and replaced.
 
-    ``model`` has the parameters; ``attention`` are its attention layers in order, whose first output is ``[b,
-    t, m]``. Hooks are on them inside a ``with`` block alone.
+    ``model`` holds the parameters and ``logits(tokens)`` runs the model. ``attention`` lists its attention
+    layers in order; the first output of each is ``[b, t, m]``. Hooks are installed only inside a ``with``
+    block.
     """
 
     def __init__(self, model: nn.Module, attention: Sequence[nn.Module], logits: Callable[[Tensor], Tensor]):
         self.model: nn.Module = model
         self._attention, self._logits = attention, logits
-        self._heard: dict[int, Tensor] | None = None  # while somebody listens
+        self._heard: dict[int, Tensor] | None = None  # the layers' outputs during ``listen``
         self._given: Sequence[Tensor] | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -44,19 +43,19 @@ class Speaker:
             self._hooks.pop().remove()
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits ``[b, t, vocabulary]`` after each of ``tokens`` ``[b, t]``."""
+        """Return the logits ``[b, t, vocabulary]`` after each of ``tokens`` ``[b, t]``."""
         return self._logits(tokens)
 
     def listen(self, tokens: Tensor, given: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Logits, and what each attention layer gives out, ``[b, t, m]``.
+        """Return the logits, and the output ``[b, t, m]`` of each attention layer.
 
-        With ``given``, that goes on in place of what the layers give out, and no gradient goes through a
-        layer to those before it: each layer then reads what the teacher's reads, and learns alone.
+        If ``given`` is not None, its tensors replace the layers' outputs in the rest of the model, and no
+        gradient flows from a layer to earlier ones. Each layer then reads what the teacher's layer reads and
+        learns on its own.
         """
         self._given, self._heard = given, {}
         try:
-            logits = self._logits(tokens)
-            return logits, [self._heard[index] for index in range(len(self._attention))]
+            return self._logits(tokens), [self._heard[index] for index in range(len(self._attention))]
         finally:
             self._given = self._heard = None
 
@@ -77,33 +76,39 @@ class Speaker:
 
 
 class Differences(NamedTuple):
-    """Scalars: KL of the teacher's next tokens from the student's and the text's cross-entropy, in bits per
-    token; and ``|y - y'|^2 / |y|^2`` of what an attention layer gives out, on the mean over layers and
-    sequences."""
+    """The losses between a student and its teacher, as scalars.
+
+    - ``kl``: ``KL(teacher || student)`` of the next-token distributions, bits per token.
+    - ``attention``: relative error ``|y - y'|^2 / |y|^2`` of the attention outputs, the mean over layers and
+      sequences.
+    - ``text``: cross-entropy of the student on the text, bits per token.
+    """
 
     kl: Tensor
     attention: Tensor
     text: Tensor
 
     def loss(self, progress: float, objective: Objective) -> Tensor:
-        """What training makes smaller, ``progress`` from 0 to 1 through it.
+        """Return the training loss at ``progress``, from 0 at the start to 1 at the end.
 
-        What attention layers give out fades: in the end only what the model says counts. With ``"teacher"``
-        that is the KL, for teachers that have read more than the text. With ``"text"`` the student learns the
-        text, and the whole teacher fades (Clark et al., 2019, arXiv 1907.04829), whom a student that learns
-        from the text soon outgrows. Of a GQA model whose teacher still learns: after 300 steps 2.249 bits a
-        byte without the text, 2.223 with it; after 500, 2.168 with a teacher that stays, 2.164 with one that
-        fades (tiny preset of examples/finetune_gqa.py).
+        The attention error fades out, so only the logits count in the end. With ``"teacher"`` the rest is the
+        KL, which suits teachers that were trained on more than this text. With ``"text"`` the student learns
+        the text, and the KL fades out, too (Clark et al., 2019, arXiv 1907.04829), because such a student
+        soon outgrows its teacher. Results for a GQA student whose teacher is still learning, in bits per byte
+        (tiny preset of examples/finetune_gqa.py):
+
+            300 steps   2.249 without the text          2.223 with the text
+            500 steps   2.168 with a constant teacher   2.164 with a fading teacher
         """
         fading = (1 - progress) * ATTENTION * self.attention
         return self.kl + fading if objective == "teacher" else self.text + (1 - progress) * self.kl + fading
 
 
 def differences(student: Speaker, teacher: Speaker, tokens: Tensor) -> Differences:
-    """How a student differs from its teacher on ``tokens`` ``[b, t + 1]``; gradients reach the student alone.
+    """Return the losses of a student on ``tokens`` ``[b, t + 1]``; only the student gets gradients.
 
-    Every layer of the student reads its own stream, so that a later one can make up for what an earlier one
-    lost.
+    Each layer of the student reads the student's own residual stream, so a later layer can make up for the
+    errors of an earlier one.
     """
     tokens, following = tokens[:, :-1], tokens[:, 1:].flatten()
     with torch.no_grad():
@@ -118,10 +123,11 @@ def differences(student: Speaker, teacher: Speaker, tokens: Tensor) -> Differenc
 
 
 def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
-    """The ``attention`` of Differences where every layer of the student reads what the teacher's reads.
+    """Return the attention error of a student whose layers all read the inputs of the teacher's layers.
 
-    No layer's error depends on another's weights, so that all of them learn at once, from one pass of the
-    teacher: the student's own is given the teacher's outputs. ``tokens`` are ``[b, t + 1]``, as there.
+    The outputs of the teacher's layers replace those of the student's. No layer's error then depends on the
+    weights of another, so all layers learn at once, from one forward of the teacher. ``tokens`` are
+    ``[b, t + 1]``.
     """
     with torch.no_grad():
         _, taught = teacher.listen(tokens[:, :-1])
@@ -130,15 +136,13 @@ def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
 
 
 def text_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Bits ``[b, t]`` of saying each of ``tokens`` ``[b, t + 1]`` but the first, by logits after those before
-    it.
-    """
+    """Return the bits ``[b, t]`` that a model needs for each of ``tokens`` ``[b, t + 1]`` but the first."""
     nats = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return nats.view(len(tokens), -1) / math.log(2)
 
 
 def _relative_error(taught: Sequence[Tensor], learnt: Sequence[Tensor]) -> Tensor:
-    """Of each sequence by itself, so that the mean over parts of a batch is that over all of it."""
+    """Return the mean relative error, normalized per sequence, so parts of a batch average to the whole."""
     errors = []
     for expected, got in zip(taught, learnt, strict=True):
         expected, got = expected.float().flatten(1), got.float().flatten(1)

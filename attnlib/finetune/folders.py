@@ -1,4 +1,4 @@
-"""Two folders of Hugging Face models, of which one shall learn from the other, as transformers loads them."""
+"""Load and validate the two Hugging Face folders of a distillation: the student's and the teacher's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,29 +12,27 @@ from ..convert.checkpoint.errors import CheckpointError, RequestError
 from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
-ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # what families call it in a decoder layer
-ALIKE = ("num_hidden_layers", "hidden_size", "vocab_size")
-COMPARED = 4096  # characters of the text, by both tokenizers
+ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # names of attention in a decoder layer
+EQUAL_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
+COMPARED = 4096  # characters of text to compare the tokenizers on
 
 
 def require_pair(source: Path, teacher: Path, text: str) -> None:
-    """Check that ``source`` can learn what ``teacher`` says of ``text``, from names, shapes and tokenizers
-    alone.
+    """Check that ``source`` can learn from ``teacher``: compare tensor names, shapes and tokenizers.
 
     Raises:
-        CheckpointError: a folder is no whole model that transformers loads, or the two have other sizes or
-        tokens.
+        CheckpointError: a folder is not a complete model that transformers loads, or sizes or tokens differ.
     """
     for folder in (source, teacher):
         read_folder(folder)
         StockCheck(folder, logits=False)
     ours, theirs = (read_config(folder).get_text_config() for folder in (source, teacher))
-    for name in ALIKE:
+    for name in EQUAL_FIELDS:
         expected, got = getattr(theirs, name, None), getattr(ours, name, None)
         if expected != got:
             raise CheckpointError(
-                f"{name}: expected {expected}, which the teacher {teacher} has, got {got} in {source}; "
-                "give the folder that it was converted from"
+                f"{name}: expected {expected} as in the teacher {teacher}, got {got} in {source}; "
+                "pass the folder that it was converted from"
             )
     start = text[:COMPARED]
     if all(_has_tokenizer(folder) for folder in (source, teacher)):
@@ -42,39 +40,39 @@ def require_pair(source: Path, teacher: Path, text: str) -> None:
         found = [tokens_of(folder, start, samples=count, length=1) for folder in (source, teacher)]
         if not found[0].equal(found[1]):
             raise CheckpointError(
-                f"tokenizer: expected that of the teacher {teacher}, got another in {source}; "
-                "give the folder that it was converted from"
+                f"tokenizer: expected the same tokens as in the teacher {teacher}, got others in {source}; "
+                "pass the folder that it was converted from"
             )
 
 
 def tokenizer_folder(source: Path, teacher: Path) -> Path:
-    """Which of the folders has a tokenizer, the source if both have.
+    """Return the folder that has a tokenizer, or the source if both have one.
 
     Raises:
-        CheckpointError: none has.
+        CheckpointError: neither has one.
     """
     for folder in (source, teacher):
         if _has_tokenizer(folder):
             return folder
     raise CheckpointError(
-        f"{source}: expected a tokenizer for the text, got none; copy the model's own there"
+        f"{source}: expected a tokenizer for the text, got none; copy the model's tokenizer files there"
     )
 
 
 def require_tokens(tokens: Tensor, folder: Path) -> None:
-    """Raises CheckpointError for tokens that a folder's model has no embedding for."""
+    """Raise CheckpointError if a token is outside the vocabulary of the folder's model."""
     size = read_config(folder).get_text_config().vocab_size
     if int(tokens.max()) >= size:
         raise CheckpointError(f"tokenizer: expected tokens below vocab_size={size}, got {int(tokens.max())}")
 
 
 def load(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The language model of a folder, on the CPU and without dropout, which distillation has no use for.
+    """Load the language model of a folder, on the CPU and with all dropout set to 0.
 
-    Runs no code from the folder and opens no pickle.
+    No code from the folder runs, and no pickle is opened.
 
     Raises:
-        CheckpointError: the folder is malformed or unsafe, or lacks a weight, or has one that is not finite.
+        CheckpointError: the folder is malformed or unsafe, or a weight is missing or not finite.
     """
     checkpoint = read_folder(folder)
     config = read_config(checkpoint)
@@ -86,10 +84,10 @@ def load(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers of a model of transformers, in order.
+    """Return the decoder layers of a transformers model, in order.
 
     Raises:
-        CheckpointError: it keeps them elsewhere than others do.
+        CheckpointError: the model has no list of decoder layers with a known attention module.
     """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
@@ -97,17 +95,17 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
             return module
     raise CheckpointError(
         f"{type(model).__name__}: expected {count} decoder layers with one of {ATTENTION} in each, got none; "
-        "no attention layer can be told from others"
+        "attention layers cannot be identified"
     )
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The attention layers of a model of transformers, in order."""
+    """Return the attention layers of a transformers model, in order."""
     return [_attention(layer) for layer in decoder_layers(model)]
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of most of a folder's weights."""
+    """Return the dtype of most of a folder's weights, measured in bytes."""
     sizes: dict[torch.dtype, int] = {}
     for stored in read_folder(folder).tensors.values():
         if stored.entry.dtype.is_floating_point:
@@ -115,18 +113,18 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return max(sizes, key=sizes.__getitem__)
 
 
-def read_apart(source: Path, teacher: Path, out: Path) -> None:
-    """Raises RequestError unless a result can appear at ``out``, apart from what is read."""
+def require_separate(source: Path, teacher: Path, out: Path) -> None:
+    """Raise RequestError unless a result can be created at ``out``, outside both input folders."""
     place = out.parent.resolve() / out.name
     for name, folder in (("SOURCE", source), ("--teacher", teacher)):
         resolved = folder.resolve()
         if place.is_relative_to(resolved) or resolved.is_relative_to(place):
-            raise RequestError(f"OUT: expected a folder apart from {name} {folder}, got {out}")
+            raise RequestError(f"OUT: expected a folder separate from {name} {folder}, got {out}")
     if not place.parent.is_dir():
         raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise RequestError(
-            f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or name another"
+            f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or choose another"
         )
 
 

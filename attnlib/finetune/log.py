@@ -1,4 +1,4 @@
-"""Losses and rates of every step as CSV, and for TensorBoard if it is asked for."""
+"""The training log: losses and learning rate of every step, as CSV and optionally for TensorBoard."""
 
 import csv
 import math
@@ -11,13 +11,11 @@ from ..convert.checkpoint.writing import write_file
 
 NAME = "log.csv"
 COLUMNS = ("step", "loss", "kl", "attention", "text", "gradient", "rate", "held_out")
-BOARD = "tensorboard"  # the folder of its files
+BOARD = "tensorboard"  # folder for TensorBoard's files
 
 
 class Log:
-    """``log.csv`` in ``folder``: a line for each step, which a run that goes on continues where its state
-    stands.
-    """
+    """The file ``log.csv`` in ``folder``, one line per step; a resumed run continues at its saved state."""
 
     def __init__(self, folder: Path, *, board: bool = False):
         self.folder = folder
@@ -26,7 +24,7 @@ class Log:
         self._row: dict[str, object] = {}
 
     def begin(self, done: int) -> None:
-        """Go on behind step ``done``: later lines are of steps that will be taken again."""
+        """Open the log after step ``done``; later lines are dropped, because their steps run again."""
         path, lines = self.folder / NAME, [",".join(COLUMNS)]
         if done and path.exists():
             lines = path.read_text().splitlines()[: done + 1]
@@ -36,14 +34,14 @@ class Log:
             self._writer = self._board(str(self.folder / BOARD), purge_step=done + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Note a step; its line is written when it is known whether it has a score."""
+        """Record a step; its line is written later, when it is known if the step has a score."""
         self._flush()
         self._row = {"step": step} | values
         for name, value in values.items() if self._writer is not None else ():
             self._writer.add_scalar(name, value, step)
 
     def score(self, step: int, bits: float) -> None:
-        """Note what held-out text takes, in the line of the last step, and make all lines last."""
+        """Add the held-out bits per token to the last step's line, and flush all lines to disk."""
         self._row["held_out"] = bits
         self._flush()
         os.fsync(self._file.fileno())
@@ -52,7 +50,7 @@ class Log:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write the last line."""
+        """Write the last line and close the files."""
         if self._file is not None:
             self._flush()
             self._file.close()
@@ -69,10 +67,10 @@ class Log:
 
 
 def board_writer():
-    """TensorBoard's writer, as torch has it.
+    """Return torch's TensorBoard writer class.
 
     Raises:
-        RequestError: TensorBoard is not installed; says what to install.
+        RequestError: TensorBoard is not installed; the message says what to install.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

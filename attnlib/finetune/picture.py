@@ -1,4 +1,4 @@
-"""Recovery as a picture: bits of held-out text against steps."""
+"""Plot the recovery of a model: bits on held-out text against training steps."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..internal.plots import COLOURS, blank, plain, png
 
-ROOM = 0.15  # above and below what is drawn, of its height
+MARGIN = 0.15  # margin above and below the curves, as a share of their height
 
 
 def draw(
@@ -16,10 +16,10 @@ def draw(
     unit: str,
     path: Path,
 ) -> None:
-    """Write the curves, (steps, bits), as PNG, and a level ``line`` to compare them with.
+    """Write a PNG of ``curves``, each a list of (steps, bits), with a horizontal reference ``line``.
 
-    A start is often so far above the rest that it would make all else flat: the axis is that of what comes
-    after, and a start beyond it is written down where its curve leaves the picture.
+    The first point of a curve is often so high that the rest would look flat. So the axis fits the later
+    points, and a first point above it is written as a number.
     """
     figure = blank(9, 5)
     axes = figure.subplots()
@@ -46,5 +46,5 @@ def draw(
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = ROOM * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
+    margin = MARGIN * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin

@@ -1,6 +1,4 @@
-"""The processes that torchrun started, or this one alone: who has which part of a step, and of the
-weights.
-"""
+"""The processes (ranks) that torchrun started, or a single process: how they share batches and weights."""
 
 import gc
 import os
@@ -19,12 +17,12 @@ from ..convert.text.freed import give_back
 
 
 class ElsewhereError(RuntimeError):
-    """The first rank failed, and says why."""
+    """Raised on other ranks when the first rank failed; the first rank reports the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """This process among ``size``; ``mesh`` is None where it is alone."""
+    """This process as one of ``size`` ranks; ``mesh`` is None for a single process."""
 
     device: torch.device
     rank: int = 0
@@ -36,20 +34,20 @@ class WorkerGroup:
         return self.rank == 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's part of rows that all ranks have, on its device."""
+        """Return this rank's share of ``rows``, on its device."""
         return rows.chunk(self.size)[self.rank].to(self.device)
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over ranks of tensors of one shape."""
+        """Return the mean of ``values`` over the ranks; all have the same shape, and may be overwritten."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values / self.size
 
     def place(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Move the model to the device; among several ranks each keeps a piece of every weight (FSDP2).
+        """Move the model to the device; with several ranks, shard every weight over them (FSDP2).
 
-        A rank has all of a part's weights while it computes that part; what is inside others comes first. The
-        memory that the whole model took goes back to the system.
+        A rank gathers the weights of one part while it computes that part; inner parts come before the parts
+        that contain them. Memory of the unsharded model is returned to the system.
         """
         if self.mesh is not None:
             from torch.distributed.fsdp import fully_shard
@@ -60,38 +58,33 @@ class WorkerGroup:
         give_back()
 
     def tell(self, action: Callable[[], str]) -> str:
-        """What ``action`` returns on the first rank, which alone runs it.
+        """Run ``action`` on the first rank only, and return its result on every rank.
 
         Raises:
-            ElsewhereError: it failed there; on that rank, what it raised.
+            ElsewhereError: on the other ranks, if ``action`` failed; the first rank raises its error.
         """
-        failed, told = None, b""
+        failed, result = None, [None]
         if self.is_first:
             try:
-                told = action().encode()
+                result = [action()]
             except BaseException as error:
                 failed = error
         if self.mesh is not None:
-            length = torch.tensor([-1 if failed else len(told)], device=self.device)
-            dist.broadcast(length, 0)
-            if length >= 0:
-                data = torch.tensor(list(told) or [0] * int(length), dtype=torch.uint8, device=self.device)
-                dist.broadcast(data, 0)
-                told = bytes(data.tolist())
-            elif not self.is_first:
-                raise ElsewhereError("the first rank failed, and says why")
+            dist.broadcast_object_list(result, 0, device=self.device)
         if failed:
             raise failed
-        return told.decode()
+        if result[0] is None:
+            raise ElsewhereError("the first rank failed; see its error message")
+        return result[0]
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor of which each rank has a part, on every rank; any other one as it is."""
+    """Gather a sharded tensor on every rank; return any other tensor unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def parted(x: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as one that is parted as ``like`` is, if that is."""
+    """Shard a whole tensor as ``like`` is sharded, or return it if ``like`` is an ordinary tensor."""
     return (
         distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
         if isinstance(like, DTensor)
@@ -101,13 +94,13 @@ def parted(x: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def meet(device: str) -> Iterator[WorkerGroup]:
-    """All ranks that torchrun started, on ``device``, ``"cpu"`` or ``"cuda"``.
+    """Join all ranks that torchrun started, on ``device`` "cpu" or "cuda", or run as a single process.
 
     Raises:
-        RequestError: there is no such device.
+        RequestError: there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("--device: expected cpu, for torch finds no GPU here, got cuda")
+        raise RequestError("--device: expected cpu, since torch finds no GPU, got cuda")
     if "RANK" not in os.environ:
         yield WorkerGroup(torch.device(device))
         return
@@ -120,4 +113,5 @@ def meet(device: str) -> Iterator[WorkerGroup]:
         yield WorkerGroup(here, dist.get_rank(), dist.get_world_size(), mesh)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do
+        # reference cycles in torch keep gloo threads alive; a process that exits before them aborts
+        gc.collect()

@@ -1,23 +1,23 @@
-"""How a model is trained: steps, rates and losses, as one value."""
+"""The training recipe: steps, learning rate and losses in one value."""
 
 import math
 from dataclasses import dataclass
 
 from .distillation import Objective
 
-FINAL_RATE = 0.05  # of the peak rate
+FINAL_RATE = 0.05  # as a share of the peak rate
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``steps`` of ``batch`` sequences of ``context`` tokens, in all, with a learning rate whose peak is
-    ``rate``.
+    """A training recipe: ``steps`` steps on ``batch`` sequences of ``context`` tokens, over all ranks.
 
-    In the first ``layerwise`` of the steps attention layers learn by themselves, then end to end after
-    ``objective``. The rate rises over ``warm_up`` of the steps and falls to FINAL_RATE of its peak as a
-    cosine. A batch is computed in ``accumulate`` parts on each rank. ``decay`` is AdamW's, of matrices alone;
-    ``clip`` the largest norm of a gradient. Each ``every`` steps, and at the end, the model is scored and its
-    state saved. ``half`` computes in bf16 what bf16 is good enough for; weights stay as they are.
+    In the first ``layerwise`` share of the steps, each attention layer learns on its own; after that the
+    model trains end to end with ``objective``. The learning rate rises over the ``warm_up`` share of the
+    steps to its peak ``rate``, then falls as a cosine to ``FINAL_RATE`` times the peak. Each rank computes
+    its batch in ``accumulate`` parts. ``decay`` is AdamW's weight decay, on matrices only; ``clip`` is the
+    maximum gradient norm. Every ``every`` steps, and at the end, the model is scored and its state is saved.
+    ``half`` computes under torch's bf16 autocast; weights keep their dtype.
     """
 
     steps: int
@@ -35,11 +35,11 @@ class Recipe:
 
     @property
     def alone(self) -> int:
-        """In how many steps attention layers learn by themselves."""
+        """The number of steps in which each attention layer learns on its own."""
         return round(self.layerwise * self.steps)
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of the step that ``step`` others precede."""
+        """Return the learning rate of step ``step``, counted from 0."""
         warm_up = max(1, round(self.warm_up * self.steps))
         if step < warm_up:
             return self.rate * (step + 1) / warm_up
@@ -47,9 +47,9 @@ class Recipe:
         return self.rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def progress(self, step: int) -> float:
-        """From 0 to 1 through the steps end to end."""
+        """Return the progress of the end-to-end steps, from 0 to 1."""
         return (step - self.alone) / max(1, self.steps - self.alone)
 
     def is_point(self, step: int) -> bool:
-        """Whether the model is scored and saved when it has taken ``step`` steps."""
+        """True if the model is scored and saved after ``step`` steps."""
         return step % self.every == 0 or step == self.steps

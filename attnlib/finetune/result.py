@@ -1,4 +1,4 @@
-"""The folder that a finetuning leaves: a model as the source was, with other weights."""
+"""Write and verify the result of a finetuning: the source model with new weights."""
 
 import os
 from pathlib import Path
@@ -20,9 +20,9 @@ MAX_SHARD = "5GB"
 
 
 def write_model(settings: Settings, state: Path, folder: Path) -> None:
-    """Write the source with what was learnt into ``folder``, in the source's dtype, adapters merged.
+    """Write the trained model to ``folder`` in the source's dtype, with adapters merged into the weights.
 
-    Its config.json, tokenizer and licence are the source's own, byte for byte.
+    Its config.json, tokenizer and licence are byte-for-byte copies of the source's.
     """
     source = read_folder(settings.source)
     model = load(settings.source, torch.float32)
@@ -39,10 +39,10 @@ def write_model(settings: Settings, state: Path, folder: Path) -> None:
 
 
 def check_model(settings: Settings, folder: Path) -> dict[str, str]:
-    """Read what was written again; returns the sha256 of each file.
+    """Read the written model again and return the sha256 of each file.
 
     Raises:
-        VerificationError: a weight is missing, of another shape or not finite.
+        VerificationError: a weight is missing, has the wrong shape or is not finite.
     """
     StockCheck(settings.source, logits=False)(folder, {})
     files, nonfinite = scan(read_folder(folder), lambda count: None)
@@ -54,12 +54,9 @@ def check_model(settings: Settings, folder: Path) -> dict[str, str]:
 
 
 def _sync(folder: Path) -> None:
-    """Make all files in ``folder`` last."""
+    """Flush all files in ``folder`` to disk."""
     for path in folder.iterdir():
         if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     sync_folder(folder)

@@ -1,6 +1,4 @@
-"""``finetune()``: a folder learns from the one that it was converted from, and another folder has the
-result.
-"""
+"""``finetune()``: train a converted folder against the folder it was converted from, and write the result."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +23,8 @@ from .folders import (
     attention_layers,
     decoder_layers,
     load,
-    read_apart,
     require_pair,
+    require_separate,
     require_tokens,
     tokenizer_folder,
 )
@@ -40,22 +38,22 @@ from .students import prepare, require_adapters
 from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
-TOOL = "attnlib finetune 1"  # counts up when the same request gives other numbers
-ADVICE = "what is done stays: run the same command again to go on"
+TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
+ADVICE = "finished steps are saved: run the same command again to resume"
 
 
 def finetune(settings: Settings) -> dict[str, object]:
-    """Let ``settings.source`` learn from ``settings.teacher`` and write ``settings.out``; returns the report.
+    """Distill ``settings.teacher`` into ``settings.source``, write ``settings.out`` and return the report.
 
-    On the first of several ranks; the others return the same. A run that stops leaves ``OUT.partial-...``,
-    and the same settings go on there.
+    The first rank writes; all ranks return the same report. An interrupted run leaves ``OUT.partial-...``,
+    and a run with the same settings resumes from it.
 
     Raises:
-        RequestError: an option cannot be meant, ``out`` is no place for a result, or the text is too short.
-        CheckpointError: a folder is no whole model, or the two are no pair.
+        RequestError: an option is invalid, ``out`` cannot take a result, or the text is too short.
+        CheckpointError: a folder is not a complete model, or the two models do not match.
         VerificationError: the loss or the result is not finite.
-        OutputError: it cannot be written.
-        ImportError: a package is missing; says which.
+        OutputError: the result cannot be written.
+        ImportError: a package is missing; the message names it.
     """
     settings.check()
     if settings.lora is not None:
@@ -63,7 +61,7 @@ def finetune(settings: Settings) -> dict[str, object]:
     if settings.tensorboard:
         board_writer()
     stock()
-    read_apart(settings.source, settings.teacher, settings.out)
+    require_separate(settings.source, settings.teacher, settings.out)
     for folder in (settings.source, settings.teacher):
         read_folder(folder)
     with meet(settings.device) as ranks, clean_errors(ADVICE), ExitStack() as held:
@@ -83,7 +81,7 @@ def finetune(settings: Settings) -> dict[str, object]:
 
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
-    """Check all that can be checked before weights are loaded, and take the work folder; returns its path."""
+    """Validate everything that does not need weights, claim the work folder and return its path."""
     require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
     target = settings.out.absolute()
     held.enter_context(only_one(target))
@@ -106,9 +104,8 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
-    require_room(
-        target.parent, 4 * size, size, 16
-    )  # weights, their two moments, and a state that replaces another
+    # disk space for weights, their two Adam moments, and a new state beside the old one
+    require_room(target.parent, 4 * size, size, 16)
     work.begin()
     claimed.append(work)
     return str(work.folder)
@@ -128,16 +125,14 @@ def _finetune(
     ranks.tell(lambda: _write(settings, folder / STATE, made))
     with _speaker(made, settings, ranks, learns=False) as result:
         scores = {"original": original, "before": curve[0][1], "after": bits(result)}
-    told = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
-    return parse_object(told.encode(), REPORT)
+    report = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
+    return parse_object(report.encode(), REPORT)
 
 
 def _learn(
     settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, bits: Callable[[Speaker], float]
 ) -> tuple[float, Curve, dict[str, int]]:
-    """Train, or go on; returns what the teacher scores, the student's curve, and how many parameters
-    train.
-    """
+    """Train or resume; return the teacher's score, the student's curve and the parameter counts."""
     recipe = settings.recipe
     log = Log(folder, board=settings.tensorboard) if ranks.is_first else None
     with (
@@ -146,8 +141,9 @@ def _learn(
         _speaker(settings.source, settings, ranks, learns=True) as student,
     ):
         original = bits(teacher)
-        sizes = {"count": recipe.steps, "batch": recipe.batch, "context": recipe.context}
-        batches = corpus.batches(seed=settings.seed, **sizes)
+        batches = corpus.batches(
+            count=recipe.steps, batch=recipe.batch, context=recipe.context, seed=settings.seed
+        )
         run = TrainingRun(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
         curve = train(student, teacher, batches, recipe, lambda: bits(student), run)
         return original, curve, _counts(student)
@@ -155,7 +151,7 @@ def _learn(
 
 @contextmanager
 def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bool) -> Iterator[Speaker]:
-    """The model of a folder, on the device and shared by the ranks; one that does not learn is only read."""
+    """Load a folder's model onto the device, sharded over the ranks, for training or only for evaluation."""
     dtype = torch.float32 if learns or not settings.half else torch.bfloat16
     model = load(folder, dtype)
     attention, layers = attention_layers(model), decoder_layers(model)
@@ -163,8 +159,8 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
     if learns:
         torch.manual_seed(settings.seed)
         prepare(model, settings)
-        # Parts of a layer, not layers: hooks are on attention layers, and ranks have the weights of one part
-        # at a time.
+        # Checkpoint the parts of a layer, not whole layers: hooks are on attention layers, and a rank gathers
+        # the weights of one part at a time.
         for part in (part for layer in layers for part in layer.children()) if settings.checkpointing else ():
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     else:
@@ -196,7 +192,7 @@ def _finish(
     counted: Mapping[str, int],
     work: WorkFolder,
 ) -> str:
-    """Write what belongs beside the weights, and put the result in place; returns its report as JSON."""
+    """Write the files beside the weights, move the result into place and return the report as JSON."""
     made = work.checkpoint
     outputs = check_model(settings, made)
     per_byte = {name: bits / corpus.bytes_per_token for name, bits in scores.items()}
@@ -204,7 +200,7 @@ def _finish(
     if (work.folder / BOARD).exists():
         shutil.copytree(work.folder / BOARD, made / BOARD)
     points = [(steps, bits / corpus.bytes_per_token) for steps, bits in curve]
-    with suppress(ImportError):  # of matplotlib, which a result can do without
+    with suppress(ImportError):  # no picture without matplotlib
         draw(
             {settings.out.name: points},
             ("the original", per_byte["original"]),

@@ -1,4 +1,4 @@
-"""What ``python -m attnlib finetune`` is asked for, and whether that can be meant."""
+"""The options of ``python -m attnlib finetune``, validated."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -11,16 +11,16 @@ from .recipe import Recipe
 
 Trained = Literal["attention", "all"]
 Precision = Literal["bf16", "fp32"]
-# Larger models want less and small ones more: one of 600,000 parameters learns best at 3e-3, adapters of it
-# at 1e-2.
+# Peak learning rates. Larger models need lower rates, smaller models higher ones: with 600,000 parameters,
+# 3e-3 is best for the weights and 1e-2 for adapters.
 RATE, LORA_RATE = 3e-4, 1e-3
-POINTS = 8  # on the curve, unless told otherwise
-PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")  # what decides no number
+POINTS = 8  # default number of points on the curve
+PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")  # options that change no result
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of the command, by their names; its help says what each is."""
+    """The options of the command, by name; the command's help explains each."""
 
     source: Path
     out: Path
@@ -30,9 +30,11 @@ class Settings:
     batch: int = 8
     context: int = 512
     rate: float | None = None
-    # With 300 steps 2.147 bits a byte, and 2.155 with a share of 0.1; with 1,000 2.132 and 2.135; all at
-    # 1e-3, of a GQA model that starts at 2.778, of an original of 2.122 (tiny preset of
-    # examples/finetune_gqa.py).
+    # Bits per byte of a GQA student that starts at 2.778; the original has 2.122. Rate 1e-3, tiny preset of
+    # examples/finetune_gqa.py:
+    #                  layerwise=0.5   layerwise=0.1
+    #     300 steps    2.147           2.155
+    #     1,000 steps  2.132           2.135
     layerwise: float = 0.5
     objective: Objective = "teacher"
     train: Trained = "attention"
@@ -51,7 +53,7 @@ class Settings:
     quiet: bool = False
 
     def check(self) -> None:
-        """Raises RequestError for an option that cannot be meant, and its name."""
+        """Raise RequestError for an invalid option; the message names it."""
         for name in ("steps", "batch", "context", "accumulate", "windows", "lora", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -72,7 +74,7 @@ class Settings:
             raise RequestError("--text: expected a file, got none")
 
     def check_parts(self, ranks: int) -> None:
-        """Raises RequestError where so many ranks cannot share a batch."""
+        """Raise RequestError unless ``ranks`` ranks can share a batch evenly."""
         parts = ranks * self.accumulate
         if self.batch % parts:
             raise RequestError(
@@ -82,12 +84,12 @@ class Settings:
 
     @property
     def half(self) -> bool:
-        """Whether matrices are multiplied in bf16: by default on a GPU."""
+        """True if matrices are multiplied in bf16, the default on a GPU."""
         return self.precision == "bf16" if self.precision is not None else self.device == "cuda"
 
     @property
     def recipe(self) -> Recipe:
-        """How the student is trained."""
+        """The training recipe for these options."""
         return Recipe(
             self.steps,
             self.batch,
@@ -104,10 +106,10 @@ class Settings:
         )
 
     def identity(self) -> dict[str, object]:
-        """Of the options all that decides a number, as plain JSON, with what they are by default."""
-        told = {name: value for name, value in asdict(self).items() if name not in PLACES}
+        """Return the options that affect results as plain JSON, with defaults filled in."""
+        options = {name: value for name, value in asdict(self).items() if name not in PLACES}
         recipe = self.recipe
-        return told | {
+        return options | {
             "rate": recipe.rate,
             "save_every": recipe.every,
             "precision": "bf16" if self.half else "fp32",
@@ -115,5 +117,5 @@ class Settings:
 
 
 def option(name: str) -> str:
-    """An option as it is written."""
+    """Return an option as written on the command line."""
     return f"--{name.replace('_', '-')}"

@@ -1,7 +1,7 @@
-"""What a training has done, as one file of safetensors that is whole or absent.
+"""The saved state of a training run: one safetensors file, which is always complete or absent.
 
-Weights, optimizer and the curve so far are one file, so that they always belong to the same step; nothing is
-pickled. Tensors are whole in it, however many ranks share them: another number of ranks may go on.
+Weights, optimizer and the curve so far share one file, so they always belong to the same step; nothing is
+pickled. Tensors are stored whole even if ranks shard them, so a run can resume on another number of ranks.
 """
 
 import json
@@ -15,18 +15,18 @@ from ..convert.checkpoint.writing import sync_folder
 from ..internal.files import write_tensors
 from .ranks import WorkerGroup, parted, whole
 
-Curve = list[tuple[int, float]]  # steps taken, bits of held-out text
+Curve = list[tuple[int, float]]  # (steps taken, bits per held-out token)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
+    """Return the trainable parameters of a model by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: WorkerGroup
 ) -> None:
-    """Replace the state at ``path``, all of it or nothing; the first rank writes, and all must call."""
+    """Replace the state at ``path`` atomically. Only the first rank writes, but all ranks must call this."""
     tensors = {}
     for name, parameter in trained(model).items():
         found = {f"model.{name}": parameter.detach()}
@@ -43,10 +43,10 @@ def save_state(
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Put the weights of the state at ``path`` into a model's parameters that train, in place.
+    """Copy the weights in the state at ``path`` into the trainable parameters of a model, in place.
 
     Raises:
-        CheckpointError: it is the state of another model.
+        CheckpointError: the state belongs to another model.
     """
     stored, _ = _read(path)
     _check(path, stored, model)
@@ -56,24 +56,21 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Curve:
-    """Put the state at ``path`` into model and optimizer, in place; returns the curve so far.
+    """Load the state at ``path`` into model and optimizer, in place, and return the curve so far.
 
     Raises:
-        CheckpointError: it is the state of another model.
+        CheckpointError: the state belongs to another model.
     """
     load_weights(path, model)
     stored, curve = _read(path)
     names = {parameter: name for name, parameter in trained(model).items()}
-    states, index = {}, 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            prefix = f"optimizer.{names[parameter]}/"
-            values = {
-                key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)
-            }
-            if values:
-                states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
-            index += 1
+    states = {}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for index, parameter in enumerate(parameters):
+        prefix = f"optimizer.{names[parameter]}/"
+        values = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+        if values:
+            states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     return curve
 
@@ -83,11 +80,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Curve]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             curve = [tuple(point) for point in json.loads((file.metadata() or {}).get("curve", "[]"))]
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: expected the state of a training, got {error}; delete the file"
+            f"{path}: expected the state of a training run, got {error}; delete the file"
         ) from None
     return stored, curve
 
@@ -98,5 +95,5 @@ def _check(path: Path, stored: dict[str, Tensor], model: nn.Module) -> None:
     wrong = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
     if wrong:
         raise CheckpointError(
-            f"{path}: expected the state of this model, got another {wrong[:3]}; delete the file"
+            f"{path}: expected the state of this model, got other tensors {wrong[:3]}; delete the file"
         )

@@ -1,6 +1,4 @@
-"""What of a model trains: its attention layers or all of it, as they are or by adapters that are merged in
-the end.
-"""
+"""The weights that a student trains: attention or everything, directly or through LoRA adapters."""
 
 from torch import nn
 
@@ -8,18 +6,18 @@ from ..convert.checkpoint.errors import CheckpointError
 from .folders import attention_layers
 from .settings import Settings
 
-# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A
-# step of Adam is nothing beside them.
+# In a converted latent layer, a large constant channel and equally large norm weights cancel the norm. An
+# Adam step would not change such weights noticeably, so they do not train.
 IDENTITY, LARGE = ("_a_layernorm.weight", "_a_proj_with_mqa.bias", "q_a_proj.bias"), 2**10
-SCALE = 2.0  # of what an adapter adds
+SCALE = 2.0  # factor on an adapter's output: alpha / rank
 
 
 def prepare(model: nn.Module, settings: Settings) -> None:
-    """Let of ``model`` train what is to train, in place.
+    """Select the parameters of ``model`` that train, or add adapters, in place.
 
     Raises:
-        ImportError: adapters are asked for, and peft is not installed.
-        CheckpointError: there are no linear layers to adapt.
+        ImportError: adapters are requested and peft is not installed.
+        CheckpointError: the model has no linear layers to adapt.
     """
     if settings.lora is not None:
         _adapt(model, settings)
@@ -31,7 +29,7 @@ def prepare(model: nn.Module, settings: Settings) -> None:
 
 
 def require_adapters() -> None:
-    """Raises ImportError unless peft is installed."""
+    """Raise ImportError unless peft is installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -39,7 +37,7 @@ def require_adapters() -> None:
 
 
 def merge(model: nn.Module) -> None:
-    """Add the adapters of ``model`` to its weights, in place, as if it never had any."""
+    """Merge the adapters of ``model`` into its weights and remove them, in place."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in [x for x in model.named_modules() if isinstance(x[1], LoraLayer)]:
@@ -49,7 +47,7 @@ def merge(model: nn.Module) -> None:
 
 
 def _adapt(model: nn.Module, settings: Settings) -> None:
-    """Add adapters to the linear layers, and let them alone train."""
+    """Add adapters to the linear layers, and train only these."""
     require_adapters()
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -62,7 +60,7 @@ def _adapt(model: nn.Module, settings: Settings) -> None:
     ]
     if not names:
         raise CheckpointError(
-            f"--lora: expected linear layers in {type(model).__name__}, got none; train it without"
+            f"--lora: expected linear layers in {type(model).__name__}, got none; train without --lora"
         )
     rank = settings.lora
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=names), model)

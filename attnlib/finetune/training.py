@@ -1,4 +1,4 @@
-"""Training that can stop anywhere and go on to the same weights: against a teacher, or on text alone."""
+"""Resumable training, against a teacher or on text only: an interrupted run ends with the same weights."""
 
 import math
 import sys
@@ -19,9 +19,7 @@ from .state import Curve, load_state, save_state
 
 
 class TrainingRun(NamedTuple):
-    """Where a training keeps its state, its log (None: nowhere), and what it is called; ``ranks`` share the
-    work.
-    """
+    """A training run: the path of its state, its name, the ranks that share it, and its log, if any."""
 
     state: Path
     label: str
@@ -38,16 +36,16 @@ def train(
     score: Callable[[], float],
     run: TrainingRun,
 ) -> Curve:
-    """Train ``student`` in place, from where its state stands; returns (steps taken, score) from the start to
-    the end.
+    """Train ``student`` in place, resuming from a saved state, and return the curve of (steps, score).
 
-    ``batches`` are all of the steps', ``[batch, context + 1]``, the same ones every time. Without a teacher
-    the student learns the text. All its parameters that require gradients train. On one device with one torch
-    and as many ranks, stopped and resumed runs end with the same bits.
+    ``batches`` yields a batch ``[batch, context + 1]`` for every step from the first on, and must be the same
+    each time. Without a teacher, the student learns the text. All parameters that require gradients train. On
+    one device, with the same torch and the same number of ranks, a resumed run ends with bitwise the same
+    weights as an uninterrupted one.
 
     Raises:
         VerificationError: the loss is not finite.
-        CheckpointError: the state is another model's.
+        CheckpointError: the state belongs to another model.
     """
     optimizer = make_optimizer(student.model, recipe)
     curve = load_state(run.state, student.model, optimizer) if run.state.exists() else []
@@ -59,13 +57,13 @@ def train(
     for step, tokens in enumerate(_bar(islice(batches, done, None), recipe, done, run), done):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
-        told = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
-        if not math.isfinite(told["loss"]):
+        losses = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
+        if not math.isfinite(losses["loss"]):
             raise VerificationError(
-                f"loss: expected a number, got {told['loss']} in step {step + 1}; lower the rate"
+                f"loss: expected a number, got {losses['loss']} in step {step + 1}; lower the rate"
             )
         if run.log is not None:
-            run.log.write(step + 1, told | {"rate": recipe.rate_at(step)})
+            run.log.write(step + 1, losses | {"rate": recipe.rate_at(step)})
         if recipe.is_point(step + 1):
             curve.append((step + 1, score()))
             if run.log is not None:
@@ -75,7 +73,7 @@ def train(
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW over all that trains, its decay of matrices alone."""
+    """Return AdamW over all trainable parameters, with weight decay only on matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [x for x in trained if x.ndim >= 2], "weight_decay": recipe.decay},
@@ -93,9 +91,7 @@ def take_step(
     step: int,
     ranks: WorkerGroup,
 ) -> dict[str, float]:
-    """Take the step that ``step`` others precede; returns its losses, by name, and the norm of its
-    gradient.
-    """
+    """Take step ``step``, counted from 0, and return its losses by name and its gradient norm."""
     optimizer.zero_grad()
     total: dict[str, Tensor] = {}
     for part in ranks.own(tokens).chunk(recipe.accumulate):
@@ -112,16 +108,14 @@ def take_step(
 
 
 def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
-    """The precision that the recipe computes in."""
+    """Return the autocast context for the precision of the recipe."""
     return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
 
 
 def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: WorkerGroup) -> float:
-    """Mean bits per token that a model needs for ``windows`` ``[n, t + 1]``, of which each rank reads its
-    part.
-    """
+    """Return the mean bits per token of a model on ``windows`` ``[n, t + 1]``, which the ranks share."""
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
-    missing = -len(windows) % ranks.size  # every rank calls the model as often
+    missing = -len(windows) % ranks.size  # padding, so that all ranks call the model equally often
     weights = torch.ones(len(windows) + missing)
     weights[len(windows) :] = 0
     padded, sums = torch.cat((windows, windows[:1].expand(missing, -1))), torch.zeros((), device=ranks.device)
@@ -149,12 +143,12 @@ def _losses(
 def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: TrainingRun) -> Iterator[Tensor]:
     from tqdm import tqdm
 
-    options = {"unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 15}
     return tqdm(
         batches,
         run.label,
         recipe.steps,
         initial=done,
+        unit="step",
+        mininterval=0.2 if sys.stderr.isatty() else 15,
         disable=not (run.bar and run.ranks.is_first),
-        **options,
     )

@@ -98,7 +98,7 @@ def test_dropout_keeps_the_mean():
         ({"attn_mask": torch.ones(S, T + 1, dtype=torch.bool)}, r"a shape that broadcasts to \(2, 4"),
         (
             {"key": torch.randn(B, 2, T, D)},
-            r"heads: expected as many .* got \[4, 2, 4\]; enable_gqa=True groups them",
+            r"heads: expected the same number .* got \[4, 2, 4\]; pass enable_gqa=True",
         ),
         ({"query": 3}, r"query: expected \[..., heads, tokens, channels\], got int"),
     ],

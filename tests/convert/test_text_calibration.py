@@ -355,5 +355,5 @@ def test_a_config_that_transformers_refuses(tmp_path, sources):
     config = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
     add_tokenizer(tmp_path / "in")
-    with pytest.raises(CheckpointError, match=r"config\.json: transformers does not read it: .*rms_norm_eps"):
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot read it: .*rms_norm_eps"):
         streamed(tmp_path / "in", torch.ones(1, 5, dtype=torch.int64))(0)

@@ -241,7 +241,7 @@ def test_an_interruption_says_how_to_go_on(folders, tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(training, "take_step", interrupt)
     assert heal(folders, tmp_path / "out") == 130
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     [left] = tmp_path.glob("out.partial-*")
     assert (
         left / "checkpoint"
@@ -254,7 +254,7 @@ def test_a_state_that_is_damaged_is_refused(folders, tmp_path, monkeypatch, caps
     [left] = tmp_path.glob("out.partial-*")
     (left / STATE).write_bytes(b"no tensors")
     assert heal(folders, tmp_path / "out") == 3
-    assert "state.safetensors: expected the state of a training, got" in capsys.readouterr().err
+    assert "state.safetensors: expected the state of a training run, got" in capsys.readouterr().err
 
 
 def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
@@ -272,11 +272,14 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
     [
         (
             lambda to: make_original(to, vocab_size=140),
-            "vocab_size: expected 140, which the teacher .* has, got 130",
+            "vocab_size: expected 140 as in the teacher .*, got 130",
         ),
-        (lambda to: make_original(to, num_hidden_layers=1), "num_hidden_layers: expected 1, .* got 2"),
-        (lambda to: make_original(to, hidden_size=16), "hidden_size: expected 16, .* got 32"),
-        (lambda to: add_tokenizer(make_original(to), shift=1), "tokenizer: expected that of the teacher"),
+        (lambda to: make_original(to, num_hidden_layers=1), "num_hidden_layers: expected 1 .* got 2"),
+        (lambda to: make_original(to, hidden_size=16), "hidden_size: expected 16 .* got 32"),
+        (
+            lambda to: add_tokenizer(make_original(to), shift=1),
+            "tokenizer: expected the same tokens as in the teacher",
+        ),
         (lambda to: lose_a_weight(make_original(to)), "missing model.norm.weight"),
         (lambda to: make_original(to) and spoil(to), "expected finite weights, got"),
         (lambda to: to.mkdir(), "expected model.safetensors or"),

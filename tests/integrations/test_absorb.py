@@ -157,7 +157,7 @@ def test_other_attentions_still_run():
 
 def test_models_without_latents_and_with_indexers_are_refused():
     with pytest.raises(
-        ValueError, match="model: expected one with layers over latents, as DeepSeek-V3, got LlamaFor"
+        ValueError, match="model: expected one with MLA layers, such as DeepSeek-V3, got LlamaFor"
     ):
         hf.absorb(small("llama"))
     config = CONFIG_MAPPING["deepseek_v32"](
@@ -166,5 +166,5 @@ def test_models_without_latents_and_with_indexers_are_refused():
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(NotImplementedError, match="model: DeepseekV32Attention chooses keys by an indexer"):
+    with pytest.raises(NotImplementedError, match="model: DeepseekV32Attention selects keys with an indexer"):
         hf.absorb(model)

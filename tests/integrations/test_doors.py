@@ -146,9 +146,9 @@ def changed_by(monkeypatch, change):
     """A Llama whose layers do something to what attention gets."""
     from transformers.models.llama import modeling_llama
 
-    from attnlib.integrations.transformers.doors import doors
+    from attnlib.integrations.transformers.doors import registered_functions
 
-    attend = doors().attend
+    attend = registered_functions().attend
 
     def other(module, query, key, value, attention_mask, **kwargs):
         return attend(module, *change(query, key, value, attention_mask), **kwargs)
@@ -167,7 +167,7 @@ def test_other_keys_than_the_mask_was_asked_for_are_refused(monkeypatch, side):
     )
     padding = half_padded() if side else torch.ones(2, 9, dtype=torch.long)
     with pytest.raises(
-        NotImplementedError, match=r"LlamaAttention: expected keys of the mask .*\[9\] of them.*got 11"
+        NotImplementedError, match=r"LlamaAttention: expected as many keys .*\[9\].*got 11"
     ):
         model(torch.randint(3, 61, (2, 9)), attention_mask=padding)
 

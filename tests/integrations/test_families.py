@@ -179,14 +179,14 @@ def llama(**fields):
     ("config", "message"),
     [
         (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of bert, .* got 'bloom'"),
-        (lambda: llama(attention_sinks=True), "config: attention_sinks=True is not known of llama"),
+        (lambda: llama(attention_sinks=True), "config: attention_sinks=True is unknown for llama"),
         (
             lambda: CONFIG_MAPPING["mistral"](attention_bias=True),
-            "attention_bias=True is not known of mistral",
+            "attention_bias=True is unknown for mistral",
         ),
         (
             lambda: CONFIG_MAPPING["gemma2"](attention_multiplier=0.3),
-            "attention_multiplier=0.3 is not known of gemma2",
+            "attention_multiplier=0.3 is unknown for gemma2",
         ),
         (
             lambda: CONFIG_MAPPING["gemma2"](use_bidirectional_attention=True),
@@ -205,7 +205,7 @@ def llama(**fields):
         ),
         (
             lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "alpha": 2.0}),
-            "rope_parameters: alpha=2.0 is not known",
+            "rope_parameters: alpha=2.0 is unknown",
         ),
         (lambda: CONFIG_MAPPING["qwen3"](layer_types=["linear_attention"] * 32), "got 'linear_attention'"),
     ],

@@ -255,7 +255,7 @@ HOSTILE = {
     "a pickle alone": (pickle_alone, "may run code"),
     "a distributed checkpoint": (distributed, "expected model.safetensors or"),
     "a pickle named by config.json": (named_pickle, "transformers_weights: expected no other files"),
-    "an adapter beside": (adapter, "adapter_config.json: expected a whole model"),
+    "an adapter beside": (adapter, "adapter_config.json: expected a complete model"),
     "an adapter that names a folder": (adapter_alone, "expected model.safetensors or"),
     # F17: what is no weight of the model
     "nan": (filled(torch.nan, 2), f"{KEY} {{'nan': 2}}: expected finite"),
@@ -293,19 +293,19 @@ FIELDS = {
     "a size that is a word": ({"hidden_size": "wide"}, "hidden_size"),
     "a size that is a list": ({"hidden_size": [32]}, "hidden_size"),
     "no type": ({"model_type": None}, "model_type"),
-    "a type that is none": ({"model_type": ["llama"]}, "transformers does not read it"),
+    "a type that is none": ({"model_type": ["llama"]}, "transformers cannot read it"),
     "an unknown type": ({"model_type": "nobody"}, "nobody"),
     "a rope that is none": ({"rope_parameters": {"rope_type": "nothing"}}, "nothing"),
     "an activation that is none": ({"hidden_act": "nothing"}, "nothing"),
     "architectures of numbers": ({"architectures": [7]}, "transformers"),
-    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, "transformers builds no model from it"),
+    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, "transformers cannot build a model from it"),
     "a dtype that is none": ({"dtype": "float99"}, "float99"),
     "a dtype of integers": ({"dtype": "int32"}, "dtype: expected a floating dtype"),
     "10**7 layers": ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected at most 64"),
     "10**30 labels": ({"num_labels": 10**30}, "num_labels: expected at most 4096"),
     "a vocabulary of 2**40": ({"vocab_size": 2**40}, "vocab_size: expected at most"),
     "heads of 2**40": ({"head_dim": 2**40}, "head_dim: expected at most"),
-    "wider than the folder": ({"intermediate_size": 2**19}, "expected a model of the"),
+    "wider than the folder": ({"intermediate_size": 2**19}, "expected a model with the"),
     "an epsilon below 0": ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected a number of at least 0, got -1.0"),
     "a flag that is a word": (
         {"output_hidden_states": "x"},
@@ -509,7 +509,7 @@ def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monk
     )
     for name in ("me/nobodys", "no where", "../nowhere"):
         with pytest.raises(
-            CheckpointError, match="expected a folder with a checkpoint, or a model of the Hub"
+            CheckpointError, match="expected a folder with a checkpoint, or a Hub model"
         ):
             attnlib.load(name)
 
@@ -551,7 +551,7 @@ def test_weights_beyond_the_dtype_are_refused(folder):
         (
             {"dtype": "bfloat16"},
             TypeError,
-            "dtype: expected a floating .*got 'bfloat16'; say dtype=torch.bfloat16",
+            "dtype: expected a floating .*got 'bfloat16'; pass dtype=torch.bfloat16",
         ),
         (
             {"dtype": torch.int8},

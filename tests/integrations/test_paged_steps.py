@@ -61,7 +61,7 @@ def test_a_layer_that_changes_what_it_was_handed_is_named(change, monkeypatch):
 
     monkeypatch.setattr(cache.layers[1], "update", changed)
     error, text = (RuntimeError, "layer 1: expected attention to the pages") if change == "both" else (
-        NotImplementedError, f"layer 1, {change}: expected what hf.PagedCache handed out, got another tensor",
+        NotImplementedError, f"layer 1, {change}: expected what hf.PagedCache returned, got another tensor",
     )  # fmt: skip
     with pytest.raises(error, match=text):
         ours(ids[:, 5:], **{CACHE: cache})
@@ -93,7 +93,7 @@ def test_reading_keys_past_attention_is_refused():
     layer = paged(pair_of("llama", "attention")[1]).layers[1]
     for name in ("keys", "values"):
         with pytest.raises(
-            NotImplementedError, match="layer 1: expected no reading of cached keys or values"
+            NotImplementedError, match="layer 1: expected no direct access to cached keys or values"
         ):
             getattr(layer, name)
 

@@ -1,8 +1,8 @@
-"""flash-attn's package by its own names, over attnlib: ``import attnlib.compat.flash_attn as flash_attn``.
+"""A drop-in replacement for flash-attn: ``import attnlib.compat.flash_attn as flash_attn``.
 
-Signatures, layouts and rules are those of flash-attn 2: bottom-right causality, windows by ``(left, right)``,
-softcap, ALiBi, packed sequences, and a cache that is written in place. Nothing is compiled for it, any head
-dimension that attnlib runs is fine, and on a CPU it runs as well.
+Signatures, layouts and conventions follow flash-attn 2: bottom-right causal masks, windows as
+``(left, right)``, softcap, ALiBi, packed sequences, and a cache that is written in place. There is no
+extension to build. It runs on CPUs, too, and with every head dimension that attnlib supports.
 """
 
 from .flash_attn_interface import (

@@ -1,4 +1,4 @@
-"""flash-attn's ``bert_padding``: padded batches to packed ones, and back."""
+"""Convert padded batches to packed sequences and back, like flash-attn's ``bert_padding``."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,17 @@ from ...internal.signatures import kind
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens ``[t, ...]`` of ``hidden_states`` ``[b, s, ...]`` that ``attention_mask`` ``[b, s]`` shows.
+    """Pack the tokens of ``hidden_states`` ``[b, s, ...]`` that ``attention_mask`` ``[b, s]`` marks.
 
-    With it come their indices in ``[b * s]``, ``cu_seqlens`` int32 ``[b + 1]``, the longest sequence, and the
-    tokens of each that are used. ``unused_mask`` shows tokens that are kept too, but not counted as used.
+    Returns a tuple:
+
+    - the tokens ``[t, ...]``
+    - their indices in the flattened batch ``[b * s]``
+    - ``cu_seqlens``, int32 ``[b + 1]``
+    - the length of the longest sequence
+    - the number of used tokens in each sequence, int32 ``[b]``
+
+    Tokens that ``unused_mask`` marks are packed, too, but do not count as used.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
@@ -26,13 +33,12 @@ def unpad_input(
 
 @kind
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse: ``[b, s, ...]``, 0 where nothing was, of tokens ``[t, ...]`` at ``indices``."""
-    rest = hidden_states.shape[1:]
-    out = hidden_states.new_zeros(batch * seqlen, *rest)
+    """Undo ``unpad_input``: return ``[b, s, ...]`` from tokens ``[t, ...]`` at ``indices``, padded with 0."""
+    out = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return out.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
 
 
 @kind
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x."""
+    """Return the rows of ``x`` at ``indices``."""
     return x[indices]

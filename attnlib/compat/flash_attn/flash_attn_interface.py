@@ -1,4 +1,4 @@
-"""flash-attn's functions of dense and packed sequences; those over a cache are in :mod:`.kv_cache`."""
+"""flash-attn's functions for dense and packed sequences; :mod:`.kv_cache` has the function for caches."""
 
 from typing import Any
 
@@ -31,15 +31,15 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``: ``[b, s, h, e]``.
+    """Compute attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``.
 
-    With ``return_attn_probs`` also the LSE ``[b, h, s]``, which is inf where nothing is seen, and None:
-    probabilities are never made. Which weights dropout drops is attnlib's own.
+    Returns ``[b, s, h, e]``. With ``return_attn_probs``, also returns the log-sum-exp of the scores
+    ``[b, h, s]``, which is inf for a query that sees no key, and None, because attention probabilities are
+    never stored. The dropout pattern differs from flash-attn's.
 
     Raises:
         NotImplementedError: ``deterministic`` without ``torch.use_deterministic_algorithms(True)``, which
-        says the same
-            of a backward that comes later.
+            also covers the backward.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     score = Score(*(options[name] for name in ("scale", "softcap", "alibi_slopes")))
@@ -49,13 +49,13 @@ def flash_attn_func(
 
 @kind
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of keys and values in one tensor ``[b, t, 2, g, d]``."""
+    """Run :func:`flash_attn_func` with keys and values in one tensor ``[b, t, 2, g, d]``."""
     return flash_attn_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
 @kind
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of queries, keys and values in one tensor ``[b, s, 3, h, d]``."""
+    """Run :func:`flash_attn_func` with queries, keys and values in one tensor ``[b, s, 3, h, d]``."""
     return flash_attn_func(*qkv.unbind(-3), *args, **kwargs)
 
 
@@ -78,28 +78,33 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_func` of packed sequences: q ``[t, h, d]``, offsets int32 ``[b + 1]``, the LSE ``[h,
-    t]``.
+    """Run :func:`flash_attn_func` on packed sequences q ``[t, h, d]`` with offsets int32 ``[b + 1]``.
 
-    With a ``block_table`` int32 ``[b, n]``, k and v are pages ``[pages, page_size, g, d]``, and there is no
-    backward.
+    The LSE is ``[h, t]``. With a ``block_table`` int32 ``[b, n]``, k and v are pages
+    ``[pages, page_size, g, d]``, and there is no backward.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if block_table is None:
-        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        return _result(
-            *varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs
+        out, lse = varlen_attention_with_lse(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            **options,
         )
+        return _result(out, lse, return_attn_probs)
     if options.pop("dropout_p"):
-        raise NotImplementedError("dropout_p: expected 0 over pages, which are for inference")
+        raise NotImplementedError("dropout_p: expected 0 with a block_table, which is for inference only")
     view = pages_of(k, v, table=block_table, lengths=cu_seqlens_k.diff().int(), cu_seqlens_q=cu_seqlens_q)
     return _result(*cached_attention_with_lse(q, view, **options), return_attn_probs)
 
 
 @kind
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_varlen_func` of keys and values in one tensor ``[t, 2, g, d]``."""
+    """Run :func:`flash_attn_varlen_func` with keys and values in one tensor ``[t, 2, g, d]``."""
     return flash_attn_varlen_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
@@ -107,9 +112,10 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs:
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor ``[t, 3, h, d]``."""
-    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(-3), *sizes, *args, **kwargs)
+    """Run :func:`flash_attn_varlen_func` with queries, keys and values in one tensor ``[t, 3, h, d]``."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
+    )
 
 
 def _options(
@@ -121,14 +127,19 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, object]:
-    """attnlib's words for flash-attn's options."""
+    """Convert flash-attn's options to attnlib's."""
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
-            "deterministic: one call cannot ask for it here; call torch.use_deterministic_algorithms(True) "
-            "before"
+            "deterministic: expected False, since a single call cannot be made deterministic; call "
+            "torch.use_deterministic_algorithms(True) first"
         )
-    options = {"mask": band(causal, window_size), "scale": softmax_scale, "softcap": softcap or None}
-    return options | {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+    return {
+        "mask": band(causal, window_size),
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+    }
 
 
 def _result(out: Tensor, lse: Tensor, with_lse: bool) -> Result:

@@ -1,6 +1,4 @@
-"""flash-attn's ``flash_attn_with_kvcache``: new tokens are rotated, written in place, and attend to all there
-is.
-"""
+"""flash-attn's ``flash_attn_with_kvcache``: write new tokens to a cache, then attend to all tokens in it."""
 
 import torch
 from torch import Tensor
@@ -35,16 +33,18 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q ``[b, s, h, d]`` over a cache; there is no backward.
+    """Write new keys and values to a cache in place, then compute attention of q ``[b, s, h, d]`` over it.
 
-    With ``return_softmax_lse`` also the LSE ``[b, h, s]``, which is inf for a query that sees no key.
+    ``k_cache`` and ``v_cache`` are rows ``[n, t, g, d]``, from which ``cache_batch_idx`` selects one per
+    sequence. With a ``block_table`` ``[b, n]``, they are pages ``[pages, page_size, g, d]``.
+    ``cache_seqlens`` is the number of tokens stored so far. New ``k`` and ``v`` ``[b, s_new, g, d]`` are
+    written after these, with k rotated by ``rotary_cos`` and ``rotary_sin`` ``[t, p / 2]`` at its positions.
+    q is rotated at the same positions with a causal mask or a window, and otherwise at the position of the
+    first new token. The first ``cache_leftpad`` tokens of each row are hidden. ``num_splits`` is ignored:
+    attnlib chooses the splits itself.
 
-    ``k_cache`` and ``v_cache`` are rows ``[n, t, g, d]``, of which ``cache_batch_idx`` chooses one a
-    sequence; or with a ``block_table`` ``[b, n]`` pages ``[pages, page_size, g, d]``. ``cache_seqlens`` says
-    how much is stored. New ``k`` and ``v`` ``[b, s_new, g, d]`` are written after that, k turned by
-    ``rotary_cos`` and ``rotary_sin`` ``[t, p / 2]`` of its positions. q turns by the same positions where
-    there is an order (``causal`` or a window), else by that of the first new token. ``cache_leftpad`` tokens
-    at the start of each row are not seen. How a sequence is split (``num_splits``) is attnlib's choice.
+    With ``return_softmax_lse``, also returns the LSE ``[b, h, s]``, which is inf for a query that sees no
+    key. There is no backward.
 
     Raises:
         ValueError: new keys without new values or without lengths, or a rotation without new keys.
@@ -74,13 +74,19 @@ def flash_attn_with_kvcache(
         step = torch.arange(s, dtype=torch.int32, device=q.device)
         at = stored[:, None] + (step if mask != Mask(None, None) else step * 0)
         q = rotate(q, _angles(rotary_cos, rotary_sin, at, rotary_interleaved))
-    options = {"scale": softmax_scale, "softcap": softcap or None, "alibi_slopes": alibi_slopes}
-    out, lse = cached_attention_with_lse(q, view, mask=mask, **options)
+    out, lse = cached_attention_with_lse(
+        q,
+        view,
+        mask=mask,
+        scale=softmax_scale,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+    )
     return (out, flash_lse(lse)) if return_softmax_lse else out
 
 
 def flash_lse(lse: Tensor) -> Tensor:
-    """The LSE as flash-attn returns it: +inf, where attnlib has -inf, for a query that sees no key."""
+    """Convert an LSE to flash-attn's convention: inf instead of -inf for a query that sees no key."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -93,20 +99,29 @@ def pages_of(
     starts: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
 ) -> KVView:
-    """Pages ``[pages, page_size, g, d]`` as what a kernel reads; rows of a cache are pages of their length.
+    """Return a KVView of pages ``[pages, page_size, g, d]``; cache rows are pages as long as a row.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit each other.
+        ValueError, TypeError: shapes or dtypes do not match.
     """
     layout = KVLayout.grouped(k.shape[2], k.shape[3], v.shape[3], dtype=k.dtype)
     starts = torch.zeros_like(lengths) if starts is None else starts.int()
-    planes = {"k": k, "v": v, "table": table, "starts": starts, "lengths": lengths}
-    return KVView(layout, k.shape[1], **planes, cu_seqlens_q=cu_seqlens_q)
+    return KVView(
+        layout,
+        k.shape[1],
+        k=k,
+        v=v,
+        table=table,
+        starts=starts,
+        lengths=lengths,
+        cu_seqlens_q=cu_seqlens_q,
+    )
 
 
 def band(causal: bool, window_size: tuple[int, int]) -> Mask:
-    """What flash-attn's flags show: keys from ``left`` before a query to ``right`` after it; -1 is without a
-    bound.
+    """Return the mask for flash-attn's flags: keys from ``left`` before a query to ``right`` after it.
+
+    A negative size means no limit; ``causal`` sets ``right`` to 0.
     """
     left, right = (None if size < 0 else size for size in window_size)
     return Mask(left, 0 if causal else right)
@@ -125,8 +140,6 @@ def _angles(cos: Tensor, sin: Tensor | None, at: Tensor, interleaved: bool) -> A
 
 
 def _slots(table: Tensor, at: Tensor, page_size: int) -> Tensor:
-    """Where tokens ``at`` these indices of their sequences lie, as ``page * page_size + offset``, int64 ``[b
-    * s]``.
-    """
+    """Return the slots ``page * page_size + offset``, int64 ``[b * s]``, of tokens at indices ``at``."""
     pages = table.long().gather(1, at.long() // page_size)
     return (pages * page_size + at % page_size).flatten()

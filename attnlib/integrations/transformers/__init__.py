@@ -1,4 +1,4 @@
-"""attnlib as an attention implementation of Hugging Face transformers.
+"""attnlib as an attention implementation for Hugging Face transformers.
 
 >>> from attnlib.integrations import transformers as hf
 >>> hf.register()  # then: AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...internal.signatures import kind
 from .building import layer_from
-from .doors import register_doors
+from .doors import register_functions
 from .latents import keep_latents
 from .paged import NAME, PagedCache
 from .replacing import replace_attention
@@ -22,26 +22,26 @@ __all__ = ["PagedCache", "absorb", "from_config", "register", "replace"]
 
 @kind
 def register() -> None:
-    """Make ``attn_implementation="attnlib"`` known to transformers, for attention and for masks.
+    """Register attnlib's attention and masks with transformers as ``attn_implementation="attnlib"``.
 
-    Any model that supports attention backends runs with it then, in training and in ``generate``; see
-    docs/transformers.md. It may be called again.
+    Afterwards, any model that supports attention backends can use it, in training and in ``generate``; see
+    docs/transformers.md. Repeated calls have no effect.
     """
-    register_doors()
+    register_functions()
 
 
 @kind
 def absorb(model: nn.Module) -> nn.Module:
-    """The same model of transformers, which decodes from its latent cache as it is stored, without expanding
-    it.
+    """Make a transformers model with multi-head latent attention decode without expanding its cached latents.
 
-    It is for layers over latents, DeepSeek-V2's and those after it. Steps of few queries absorb the
-    up-projections, where that is cheaper; prompts and training expand, as do layers whose ``kv_b_proj`` is no
-    plain weight (LoRA, quantised).
+    The model is changed in place and returned. It must have MLA layers, as DeepSeek-V2 and its successors do.
+    Steps with few queries absorb the up-projections into queries and outputs if that is cheaper. Prompts and
+    training expand the latents, and so do layers whose ``kv_b_proj`` is not an ordinary weight (LoRA,
+    quantized).
 
     Raises:
-        ValueError: the model has no such layer.
-        NotImplementedError: its layers choose keys by an indexer.
+        ValueError: the model has no MLA layer.
+        NotImplementedError: its layers select keys with an indexer.
     """
     register()
     keep_latents(model, NAME)
@@ -59,15 +59,15 @@ def from_config(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The attention layer ``layer_index`` of a model with this config, as a layer of attnlib.
+    """Build layer ``layer_index`` of a model with this transformers config, as an attnlib layer.
 
-    ``part`` is "self", or "cross" or "encoder" of a model that has them. ``weights`` are the tensors of the
-    model's own module by its names; the layer takes them as they are, in their dtype, whatever is fused or
-    transposed there.
+    ``part`` is "self", or "cross" or "encoder" if the model has such attention. ``weights`` are the tensors
+    of the model's own attention module under its own names. The layer takes them without a copy if possible,
+    keeps their dtype, and splits or transposes what is fused or transposed there.
 
     Raises:
-        NotImplementedError: the family, or a field of the config, is not known.
-        ValueError: the weights are not those of such a layer.
+        NotImplementedError: the family, or a field of the config, is unknown.
+        ValueError: the weights do not belong to such a layer.
 
     >>> from transformers import LlamaConfig
     >>> from_config(LlamaConfig(hidden_size=32, num_attention_heads=4), device="meta").num_heads
@@ -78,15 +78,15 @@ def from_config(
 
 @kind
 def replace(model: nn.Module) -> nn.Module:
-    """The same model of transformers, whose attention is layers of attnlib with its weights.
+    """Replace a transformers model's attention with attnlib layers that have the same weights.
 
-    They lie in ``layer`` of each attention module. The model runs as before, in training and in ``generate``;
-    its state dict keeps transformers' names and shapes, so that ``save_pretrained`` writes a folder of the
-    family's own.
+    The model is changed in place and returned. Each attention module holds its attnlib layer as ``layer``.
+    The model works as before, in training and in ``generate``, and its state dict keeps transformers' names
+    and shapes, so ``save_pretrained`` writes a stock folder.
 
     Raises:
         ValueError: the model has no attention of a known family.
-        NotImplementedError: of a known one, a field of the config is not known.
+        NotImplementedError: the family is known, but a field of the config is not.
     """
     replace_attention(model)
     register()

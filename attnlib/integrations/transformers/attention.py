@@ -1,4 +1,4 @@
-"""The attention function that transformers calls, over attnlib's."""
+"""The attention function that transformers calls: it runs attnlib's attention."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,33 +17,33 @@ from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 from .pages import attention_to_pages, pages_of
 
-# What transformers may hand over, and is refused where it says anything.
+# Arguments that transformers may pass and attnlib does not support: any value but None and False is refused.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
-# Tensors that models hand on beside what attention reads, by the reason why it does not have to.
+# Tensors that models pass on and attention does not have to read, with the reason.
 HARMLESS = MappingProxyType(
     {
         "num_items_in_batch": "the loss is divided by it",
-        "position_ids": "queries and keys are rotated by them already, and masks say where a packed sequence begins",
+        "position_ids": "queries and keys are rotated already, and masks mark where packed sequences begin",
         "cache_position": "masks are made from it",
-        "position_embeddings": "queries and keys are rotated by them already",
+        "position_embeddings": "queries and keys are rotated already",
         "encoder_hidden_states": "keys and values are made from them already",
-        "seq_idx": "convolutions and state spaces read it",
+        "seq_idx": "convolutions and state space layers read it",
         "labels": "the loss is computed from them",
     }
 )
 WANTED = MappingProxyType(
     {
-        "indices": "the model wants each query to see only the keys of these indices",
-        "block_indices": "the model wants each query to see only the blocks of keys of these indices",
-        "sinks": "the model wants a score of its own for each query beside those of the keys",
-        "read_index": "continuous batching wants keys from pages of its own",
-        "write_index": "continuous batching wants keys in pages of its own",
+        "indices": "the model restricts each query to the keys at these indices",
+        "block_indices": "the model restricts each query to the key blocks at these indices",
+        "sinks": "the model adds a sink logit for each query",
+        "read_index": "continuous batching reads keys from its own pages",
+        "write_index": "continuous batching writes keys to its own pages",
     }
 )
 
 
 class Options(NamedTuple):
-    """What models hand over beside tensors, by transformers' names."""
+    """Options of an attention call, under transformers' names."""
 
     is_causal: bool | None = None
     sliding_window: int | None = None
@@ -66,18 +66,16 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h,
-    e]``, None.
+    """Compute attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``.
 
-    Of a layer that keeps latents, ``key`` are its rotary keys and ``value`` the latents (:mod:`.latents`).
-    ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s,
-    t]`` of anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its
-    window.
+    Returns the output ``[b, s, h, e]``, and None in place of attention weights. If the layer caches latents,
+    ``key`` holds its rotary keys and ``value`` its latents (:mod:`.latents`). ``attention_mask`` comes from
+    :func:`.masks.attention_mask`, or is any bool or additive mask ``[b, h|1, s, t]``. If it is None or
+    ``[b, t]``, the flags of the model decide if attention is causal, and which window it has.
 
     Raises:
-        NotImplementedError: something is asked for that attnlib does not have, or a tensor is given that it
-        does not
-            know. Numbers and flags that it does not know are ignored, as transformers' own functions do.
+        NotImplementedError: attnlib does not support an argument, or does not know a tensor. Unknown numbers
+            and flags are ignored, as transformers' own functions do.
     """
     check_arguments(kwargs)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
@@ -104,19 +102,16 @@ def attention_forward(
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse what models hand on and attnlib does not have.
-
-    Raises:
-        NotImplementedError: with the name, and what the model wants.
-    """
+    """Raise NotImplementedError for an argument that attnlib does not support; the message names it."""
     for name, value in given.items():
         if name in REFUSED and not (value is None or value is False):
-            raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
+            raise NotImplementedError(
+                f'{name}: attn_implementation="attnlib" does not support it; use "eager"'
+            )
         if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
             wanted = WANTED.get(name, "the model's attention may depend on it")
             raise NotImplementedError(
-                f'{name}: attn_implementation="attnlib" does not read this tensor, and {wanted}; use "eager" '
-                "for it"
+                f'{name}: attn_implementation="attnlib" does not read this tensor, but {wanted}; use "eager"'
             )
 
 
@@ -131,7 +126,7 @@ def _holds_tensor(value: Any) -> bool:
 def _absorbs(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float
 ) -> bool:
-    """Whether latents are attended to as they are: in steps whose last query comes last in every sequence."""
+    """True if attention may run on latents: the last query must be the last token of every sequence."""
     is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
     return is_aligned and not dropout and may_absorb(module, query, key.shape[2])
 
@@ -139,7 +134,7 @@ def _absorbs(
 def _seen(
     k: Tensor, v: Tensor, mask: AnyMask, attention_mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, AnyMask, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Keys and values that there are, the mask of them, what is added to scores, and their bounds."""
+    """Apply ``attention_mask``: return keys, values, their mask, the bias for scores, and the key bounds."""
     if attention_mask is None:
         return k, v, mask, bias, None
     if attention_mask.dim() == 2:
@@ -147,12 +142,11 @@ def _seen(
         if attention_mask.shape[0] != k.shape[0]:
             raise NotImplementedError(
                 f"attention_mask: expected one row for each of {k.shape[0]} rows of keys, got "
-                f'{attention_mask.shape[0]}, which attn_implementation="attnlib" does not repeat; use '
-                '"eager" for it'
+                f'{attention_mask.shape[0]}; attn_implementation="attnlib" does not broadcast it, so use '
+                '"eager"'
             )
-        tokens = attention_mask.shape[
-            1
-        ]  # of a static cache, whose other rows lie behind; or also of dropped keys
+        # fewer tokens than keys if a static cache has unused rows; more if the cache dropped old keys
+        tokens = attention_mask.shape[1]
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
         if attention_mask.dtype != torch.bool:
@@ -174,27 +168,34 @@ def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | No
 
 
 def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
-    """The mask that a model's flags describe; one query comes last, and sees all."""
-    said = flags_of(module, given.is_causal, given.sliding_window)
-    if said == "full" or queries == 1:
+    """Return the mask that a model's flags describe; a single query comes last and sees all keys."""
+    flags = flags_of(module, given.is_causal, given.sliding_window)
+    if flags == "full" or queries == 1:
         return FULL
-    return CAUSAL if said == "causal" else sliding(given.sliding_window)
+    return CAUSAL if flags == "causal" else sliding(given.sliding_window)
 
 
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, dropout: float, options: dict
 ) -> Tensor:
-    """Attention of packed sequences, ``[1, t, h, d]``."""
+    """Compute attention of packed sequences ``[1, t, h, d]``."""
     cu_k = given.cu_seq_lens_q if given.cu_seq_lens_k is None else given.cu_seq_lens_k
-    offsets = {"cu_seqlens_q": given.cu_seq_lens_q.int(), "cu_seqlens_k": cu_k.int(), "dropout_p": dropout}
-    longest = {"max_seqlen_q": given.max_length_q, "max_seqlen_k": given.max_length_k}
-    return varlen_attention(q[0], k[0], v[0], mask=mask, **offsets, **longest, **options)[None]
+    return varlen_attention(
+        q[0],
+        k[0],
+        v[0],
+        mask=mask,
+        cu_seqlens_q=given.cu_seq_lens_q.int(),
+        cu_seqlens_k=cu_k.int(),
+        max_seqlen_q=given.max_length_q,
+        max_seqlen_k=given.max_length_k,
+        dropout_p=dropout,
+        **options,
+    )[None]
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """Whether this is one query for each sequence without a gradient, for which long keys are worth
-    splitting.
-    """
+    """True for one query per sequence without gradients: splitting long keys then pays off."""
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
 
@@ -202,9 +203,9 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: floa
 def _stored(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, bounds: tuple[Tensor, Tensor] | None, options: dict
 ) -> Tensor:
-    """Attention to keys and values as they lie, as to a cache of one page a sequence; without a gradient.
+    """Attend, without gradients, to keys and values in place, as a cache with one page per sequence.
 
-    Rotary keys and latents are such a cache too.
+    Rotary keys and latents are such a cache, too.
     """
     (b, t, g, d), e = k.shape, v.shape[-1]
     rows = torch.arange(b, dtype=torch.int32, device=q.device)

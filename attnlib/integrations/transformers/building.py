@@ -1,4 +1,4 @@
-"""A layer of attnlib from the config of a model of transformers."""
+"""Build an attnlib layer from a transformers config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,17 +17,17 @@ from .weights import to_ours
 
 
 def family_of(config: Any, part: str) -> Family:
-    """The family of a config, and of the ``part`` of its model.
+    """Return the family of a config and of the ``part`` of its model.
 
     Raises:
-        NotImplementedError: none that is known.
+        NotImplementedError: the family is unknown.
     """
     family = FAMILIES.get((config.model_type, part))
     if family is None:
         known = sorted({name if at == "self" else f"{name} ({at})" for name, at in FAMILIES})
         raise NotImplementedError(
             f"config: expected one of {', '.join(known)}, got {config.model_type!r} ({part}); "
-            'attn_implementation="attnlib" runs other models with their own layers'
+            'other models can use attn_implementation="attnlib" with their own layers'
         )
     return family
 
@@ -41,17 +41,16 @@ def layer_from(
     *,
     kv_heads: int | None = None,
 ) -> nn.Module:
-    """As :func:`attnlib.integrations.transformers.from_config`; ``kv_heads`` if not as many as the config
-    says.
-    """
+    """Build a layer as ``from_config`` does; ``kv_heads`` overrides the KV-head count of the config."""
     family = family_of(config, part)
     check_fields(family, config)
     rope = rope_of(family, config, index)
-    options = {"mask": mask_of(family, config, index), "rope": rope}
-    options["temperature"] = (
-        None if family.temperature is None else family.temperature(config, rope is not None)
-    )
-    options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
+    options = {
+        "mask": mask_of(family, config, index),
+        "rope": rope,
+        "temperature": None if family.temperature is None else family.temperature(config, rope is not None),
+        "dropout_p": getattr(config, family.dropout, 0.0) or 0.0,
+    }
     if kv_heads is not None:
         options["num_kv_heads"] = kv_heads
     layer = (_latent if family.is_latent else _grouped)(family, config, index, options | dict(factory))
@@ -61,7 +60,7 @@ def layer_from(
 
 
 def mask_of(family: Family, config: Any, index: int) -> AnyMask:
-    """What the keys that layer ``index`` sees are."""
+    """Return the mask of layer ``index``."""
     if not family.is_causal:
         return FULL
     kind = layer_type(config, index)
@@ -81,30 +80,29 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
 
 
 def layer_type(config: Any, index: int) -> str:
-    """What the config calls the layer's attention."""
+    """Return the attention type of a layer in the config, such as ``"full_attention"``."""
     types = getattr(config, "layer_types", None)
     return "full_attention" if types is None else types[index]
 
 
 def rope_of(family: Family, config: Any, index: int) -> Rope | None:
-    """The rope of layer ``index``; None if it has none."""
+    """Return the rope of layer ``index``, or None if it has none."""
     if family.rope is None or not _rotates(family, config, index):
         return None
     fields = dict(config.rope_parameters)
-    if any(isinstance(value, Mapping) for value in fields.values()):  # one for each kind of layer
+    if any(isinstance(value, Mapping) for value in fields.values()):  # one set of parameters per layer type
         fields = dict(fields[layer_type(config, index)])
     check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
-    share = (
-        getattr(config, "partial_rotary_factor", 1.0) if share is None else share
-    )  # where older configs have it
+    # older configs keep this field at the top level
+    share = getattr(config, "partial_rotary_factor", 1.0) if share is None else share
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
             raise NotImplementedError(
                 f"partial_rotary_factor: {config.model_type} rotates whole heads, got {share}"
             )
-        width = width if family.is_latent else int(width * share)  # that of latents is the part already
+        width = width if family.is_latent else int(width * share)  # MLA: width counts rotary channels only
     is_interleaved = (
         getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
     )
@@ -126,10 +124,11 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "head_dim": _head_dim(family, config),
         "sinks": family.sinks,
         "norm_after_rope": family.norm_after_rope,
+        "bias": _value(config, family.bias),
+        "output_bias": _value(config, family.output_bias),
+        "scale": None if family.scale is None else family.scale(config, index),
+        "softcap": _value(config, family.softcap),
     }
-    options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
-    options |= {"scale": None if family.scale is None else family.scale(config, index)}
-    options |= {"softcap": None if family.softcap is None else getattr(config, family.softcap)}
     layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
     has_norm = family.norm_if is None or getattr(config, family.norm_if)
     if family.norm is not None and has_norm and not (family.norm is PlainRMSNorm and options["rope"] is None):
@@ -147,7 +146,7 @@ def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) ->
 
 
 def _head_dim(family: Family, config: Any) -> int:
-    """The channels of a head, or those of a latent layer that rotate."""
+    """Return the head dimension, or the number of rotary channels of an MLA layer."""
     if family.is_latent:
         return config.qk_rope_head_dim
     given = None if family.head_dim is None else getattr(config, family.head_dim, None)
@@ -155,5 +154,5 @@ def _head_dim(family: Family, config: Any) -> int:
 
 
 def _value(config: Any, name: object) -> Any:
-    """A field of the config by its name, or what is no name."""
+    """Return the config field ``name``, or ``name`` itself if it is not a string."""
     return getattr(config, name) if isinstance(name, str) else name

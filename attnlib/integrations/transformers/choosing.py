@@ -1,8 +1,8 @@
-"""The rules by which ``attn_implementation="attnlib"`` refuses a class of models, and where they are applied.
+"""Rules for refusing model classes that select ``attn_implementation="attnlib"``, and where they apply.
 
-transformers registers attention by name only: any class may choose it, also one whose attention never calls
-it, or reads masks that attnlib makes in another way. The rules look at the flags of the class and at the
-source of its attention; there is no list of models.
+transformers registers attention only by name. Any class may select it, even one whose attention never calls
+it or expects other masks than attnlib makes. The rules look at the flags of the class and at the source of
+its attention; there is no list of models.
 """
 
 import linecache
@@ -16,41 +16,38 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ATTENTION = re.compile(
-    r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE
-)  # as transformers itself finds them
+ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)  # transformers' own pattern
 INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
-BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a table that has no entry of ours
+BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a table without an attnlib entry
 ASKS_FOR_MASKS = re.compile(r"\bcreate_\w*mask\w*\(|\bcreate_masks_for_generate\(")
 SAYS_CAUSAL = re.compile(r"\bis_causal\s*=(?!\s*(False\b|None\b|is_causal\b|=))")
 SAYS_OTHERWISE = re.compile(r"\bis_causal\s*(:[^=\n]*)?=(?!\s*(True\b|=))")
 
 
 def why_refused(kind: type[PreTrainedModel]) -> str | None:
-    """The reason why models of this class cannot run on attnlib's attention; None if they can.
+    """Return the reason why models of this class cannot use attnlib's attention, or None if they can.
 
-    A class with ``_supports_attention_backend`` is trusted. Another one is accepted if its attention calls
-    the interface of transformers.
+    A class that looks attention up in its own table is refused. Otherwise, a class with
+    ``_supports_attention_backend`` is trusted, and any other is accepted if its attention calls the interface
+    of transformers.
     """
     source = source_of(kind)
     if BY_NAME.search(source):
-        return "it looks its attention up in a table of its own, which knows no other implementation"
+        return "it looks its attention up in its own table, which has no other implementations"
     if kind._supports_attention_backend:
         return None
     without = "its _supports_attention_backend is False, and "
     if not ATTENTION.search(source):
         is_served = kind._supports_sdpa or not kind.can_generate()
-        return None if is_served else without + "it has no attention that transformers could exchange"
+        return None if is_served else without + "it has no attention that transformers could replace"
     if not INTERFACE.search(source):
         is_served = not kind.can_generate() and not ASKS_FOR_MASKS.search(source)
-        return None if is_served else without + "its attention never calls the implementation that was chosen"
+        return None if is_served else without + "its attention never calls the selected implementation"
     return None
 
 
 def source_of(kind: type[PreTrainedModel]) -> str:
-    """The text of the modules that define a class of models, down from transformers' base; "" where there is
-    none.
-    """
+    """Return the source of the modules that define a model class and its bases, or "" if there is none."""
     bases = [
         base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel
     ]
@@ -62,41 +59,43 @@ def source_of(kind: type[PreTrainedModel]) -> str:
 
 
 def classes_of(config: type) -> list[type[PreTrainedModel]]:
-    """Return the classes of models with a config of this type, from the file beside it."""
+    """Return the model classes for a config type, from the modeling file beside it."""
     name = config.__module__.replace("configuration_", "modeling_")
     found = vars(sys.modules.get(name, object)).values()
-    kinds = [
-        x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
+    return [
+        x
+        for x in found
+        if isinstance(x, type)
+        and issubclass(x, PreTrainedModel)
+        and x.__module__ == name
+        and x.config_class is config
     ]
-    return [kind for kind in kinds if kind.config_class is config]
 
 
 def sources_of(config: type) -> set[str]:
-    """Return the texts that define models with a config of this type; most often one for all of them."""
+    """Return the source texts of the models for a config type, usually one for all of them."""
     return {source_of(kind) for kind in classes_of(config)}
 
 
 @torch.compiler.assume_constant_result
 def some_say_causal(config: type) -> bool:
-    """True if, by their source, some attention of models with a config of this type tells that it is
-    causal.
-    """
+    """True if, by their source, some attention in models with this config type says that it is causal."""
     return any(map(SAYS_CAUSAL.search, sources_of(config)))
 
 
 def all_say_causal(config: type) -> bool:
-    """True if, by their source, no attention of models with a config of this type is anything but causal."""
+    """True if, by their source, all attention in models with this config type is causal."""
     sources = sources_of(config)
     return any(map(SAYS_CAUSAL.search, sources)) and not any(map(SAYS_OTHERWISE.search, sources))
 
 
 def only_eager(kind: type[PreTrainedModel]) -> bool:
-    """True if, by its flags, the class works with no implementation but ``eager``."""
+    """True if the flags of a class allow no implementation except ``eager``."""
     return not (kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn)
 
 
 class Probe(PreTrainedModel):
-    """A model without layers, on which the way that transformers chooses an implementation is tried."""
+    """A model without layers, to test how transformers selects an attention implementation."""
 
     config_class = PreTrainedConfig
     _supports_attention_backend = True
@@ -107,11 +106,11 @@ class Probe(PreTrainedModel):
 
 
 def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
-    """Call ``chosen`` with each model that chooses the implementation of this ``name``, before it has
-    weights.
+    """Call ``chosen`` with every model that selects attention implementation ``name``, before it has weights.
 
-    transformers decides that in a method which is no public contract. It is tried on a model without layers;
-    False if it is not what we know, and is then left as it was: attention and masks refuse by themselves.
+    transformers makes this choice in a method that is not a public contract, so the hook is first tried on a
+    model without layers. If the method behaves differently than expected, it is restored and the result is
+    False; attention and masks then refuse by themselves.
     """
     given, setter = (
         vars(PreTrainedModel).get(f"{verb}_attn_implementation") for verb in ("get_correct", "set")
@@ -134,7 +133,7 @@ def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
     def changed(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         whole = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if whole == name:
-            chosen(self)  # also of a class that transformers would leave as it is, with a line in a log
+            chosen(self)  # even if transformers would only log a line and change nothing
         setter(self, attn_implementation, *args, **kwargs)
 
     decided.of_attnlib = True

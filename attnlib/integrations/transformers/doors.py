@@ -1,9 +1,10 @@
-"""The attention and mask functions that transformers calls, and what the one must know of the other.
+"""The attention and mask functions registered with transformers, and the state that they share.
 
-transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None
-hides nothing but what the module's flags say. Models whose flags say something else than the mask was asked
-for, or whose layers attend to other keys, would be silently wrong. So each mask carries what it was asked
-for. None is returned only if it can mean one thing, which attention then looks up by config and lengths.
+transformers first requests a mask, with a config, and then calls attention, with a module. A mask of None
+hides nothing except what the flags of the module say. Results would be silently wrong if these flags
+contradict the requested mask, or if a layer attends to other keys. So each mask records the request that it
+was made for. None is returned only if it has a single meaning, and attention then looks this meaning up by
+config and lengths.
 """
 
 import warnings
@@ -25,35 +26,31 @@ from .paged import NAME
 from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
-OfConfigs = dict[int, tuple[ref[Any], Value]]  # by a config's id
-REMEMBERED = (
-    1024  # pairs of lengths for each config: a checkpointed layer runs again long after its mask was made
-)
+OfConfigs = dict[int, tuple[ref[Any], Value]]  # keyed by id(config)
+# Pairs of lengths kept per config: activation checkpointing reruns a layer long after its mask was made.
+MAX_LENGTHS = 1024
 
 
-class Doors:
-    """The mask and attention functions that are registered, and what they remember from a mask to its
-    attention.
-    """
+class RegisteredFunctions:
+    """The registered mask and attention functions, and what mask requests leave for the attention calls."""
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
-        self.reasons: dict[type, str | None] = {}  # why a class of models is refused
-        self.flags: OfConfigs[set[bool]] = {}  # of layers
-        self.causal: dict[type, bool] = {}  # what the source of a config's models says
-        self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
-        self.calls: int = 0  # of attention
-        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = (
-            WeakKeyDictionary()
-        )  # hooks before a forward
-        self.running: list[tuple[int, int]] = []  # ids of these, and the calls at their beginning
+        self.reasons: dict[type, str | None] = {}  # why a model class is refused
+        self.flags: OfConfigs[set[bool]] = {}  # ``is_causal`` of the layers seen
+        self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
+        self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
+        self.calls: int = 0  # attention calls so far
+        # hooks of models before their first forward
+        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
+        self.running: list[tuple[int, int]] = []  # ids of such models, and ``calls`` when they began
         self.warned: set[type] = set()
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """:func:`.masks.attention_mask`, remembered."""
+        """Make a mask with :func:`.masks.attention_mask` and record the request."""
         if torch.compiler.is_compiling():
             if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
-                kwargs["allow_is_causal_skip"] = False  # flags would not say what None leaves out
+                kwargs["allow_is_causal_skip"] = False  # no causal flag could stand in for the mask
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
@@ -64,7 +61,7 @@ class Doors:
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
-            return back  # as transformers hands on a mask of four dimensions, whatever is asked for now
+            return back  # like transformers with 4-d masks: pass it on, whatever the new request
         made = masks.attention_mask(**named)
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
@@ -88,7 +85,7 @@ class Doors:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """:func:`.attention.attention_forward`, with the flags that the mask was made for."""
+        """Run :func:`.attention.attention_forward` with the flags that the mask was made for."""
         if not torch.compiler.is_compiling():
             self.calls += 1
             kwargs |= self._flags(module, query, key, attention_mask, kwargs)
@@ -99,21 +96,20 @@ class Doors:
         return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def expect(self, model: PreTrainedModel) -> None:
-        """Look at the class of a model that has chosen attnlib, and, at its first forward, whether attention
-        came here.
+        """Validate a model class that selected attnlib, and watch the first forward for attention calls.
 
         Raises:
-            NotImplementedError: models of this class would be wrong, or never call it.
+            NotImplementedError: models of this class would compute wrong results, or never call attnlib.
         """
         self._refuse_kinds([type(model)])
         if model not in self.waiting:
-            hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)
-            self.waiting[model] = list(hooks)
+            self.waiting[model] = [
+                model.register_forward_pre_hook(begin),
+                model.register_forward_hook(end, always_call=True),
+            ]
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Count from here, if this is the first forward of the model, and note what its layers say of
-        themselves.
-        """
+        """Record the attention calls so far and the flags of the layers, before a model's first forward."""
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))
@@ -123,22 +119,21 @@ class Doors:
                 of_config(config, self.flags, set).add(flag)
 
     def end(self, model: PreTrainedModel, output: Any) -> None:
-        """Warn of the class of the outermost model if it has attention, none of which came here."""
+        """Warn if the outermost model has attention and none of it called attnlib."""
         at = next((n for n, (key, _) in enumerate(self.running) if key == id(model)), None)
         if at is None:
             return
         calls, kind = self.running[at][1], type(model)
         del self.running[at:]
-        if output is None:  # it raised
+        if output is None:  # the forward raised
             return
         for hook in self.waiting.pop(model):
             hook.remove()
         if at == 0 and calls == self.calls and kind not in self.warned and should_have_called(model):
             self.warned.add(kind)
             warnings.warn(
-                f'{kind.__name__}: attn_implementation="attnlib" was chosen, and its first forward never '
-                "called it; "
-                "what it computes is its own attention",
+                f'{kind.__name__}: attn_implementation="attnlib" was selected, but the first forward never '
+                "called it; the model computes its own attention instead",
                 stacklevel=2,
             )
 
@@ -148,30 +143,29 @@ class Doors:
         return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
-        """Raise if all these classes are refused, in the name of the first."""
+        """Raise NotImplementedError if all these classes are refused; the message names the first one."""
         for kind in kinds:
             if kind not in self.reasons:
                 self.reasons[kind] = why_refused(kind)
         if kinds and all(self.reasons[kind] for kind in kinds):
             raise NotImplementedError(
                 f'{kinds[0].__name__}: attn_implementation="attnlib" is refused, since '
-                f'{self.reasons[kinds[0]]}; use "eager", or choose for parts of a model, as '
+                f'{self.reasons[kinds[0]]}; use "eager", or select it only for parts of a model, such as '
                 f'attn_implementation={{"text_config": "attnlib"}}'
             )
 
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
-        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else
-        here.
+        """Return None if that can only mean ``meaning`` here, or else a mask that hides nothing on top of it.
 
-        None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if
-        the model may have attention that is not causal, as cross-attention, and hand None to that on its own
-        account.
+        None is ambiguous if it already has another meaning at these lengths. For a causal mask, it is also
+        ambiguous if the model may have attention that is not causal, such as cross-attention, and pass None
+        to it on its own.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
         if is_clear and (asked.setdefault(sizes, meaning) == meaning or named["q_length"] == 1):
             asked.move_to_end(sizes)
-            if len(asked) > REMEMBERED:
+            if len(asked) > MAX_LENGTHS:
                 asked.popitem(last=False)
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
@@ -179,7 +173,7 @@ class Doors:
         return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
 
     def _are_all_causal(self, config: Any) -> bool:
-        """True if all layers with this config say that they are causal; by their source, if none was seen."""
+        """True if all layers with this config are causal by their flags, or by source if none was seen."""
         if flags := of_config(config, self.flags, set):
             return flags == {True}
         kind = type(config)
@@ -195,38 +189,39 @@ class Doors:
         attention_mask: Tensor | None,
         given: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the flags that the mask stands for, if those of the module say something else.
+        """Return the flags that the mask was made for, if the flags of the module differ.
 
         Raises:
-            NotImplementedError: the mask was made for other keys, or changed, or says what flags cannot.
+            NotImplementedError: the mask was made for other keys, was changed, or cannot be expressed by
+                flags.
         """
-        said = attention.flags_of(module, given.get("is_causal"), given.get("sliding_window"))
+        by_flags = attention.flags_of(module, given.get("is_causal"), given.get("sliding_window"))
         queries, keys = query.shape[2], key.shape[2]
         if isinstance(attention_mask, HandedMask):
             if attention_mask.is_changed or attention_mask.keys not in (None, keys):
                 raise _other_keys(module, keys, {attention_mask.keys})
-            meaning = attention_mask.meaning or said
+            meaning = attention_mask.meaning or by_flags
         elif attention_mask is None and given.get("cu_seq_lens_q") is None:
-            meaning = self._meaning_of_none(module, (queries, keys), said)
+            meaning = self._meaning_of_none(module, (queries, keys), by_flags)
         else:
             return {}
-        if queries == 1 or said == meaning:
+        if queries == 1 or by_flags == meaning:
             return {}
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
         raise NotImplementedError(
-            f"{type(module).__name__}: expected attention that is {meaning}, as its mask was asked for, got "
-            "flags that "
-            f'say {said}; use "eager" for it'
+            f'{type(module).__name__}: expected flags for a mask of type "{meaning}", as requested from '
+            f'transformers, got flags for type "{by_flags}"; use "eager" for this model'
         )
 
-    def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
-        """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags
-        agree.
+    def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], by_flags: str) -> str:
+        """Return the mask that None means at these lengths.
+
+        That is "full" if no mask was requested and the flags agree.
         """
         config = getattr(module, "config", None)
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
-        if sizes in asked or said == "full":
+        if sizes in asked or by_flags == "full":
             return asked.get(sizes, "full")
         if not asked and sizes[0] == 1:
             return "full"
@@ -234,14 +229,13 @@ class Doors:
             raise _other_keys(module, sizes[1], {keys for queries, keys in asked if queries == sizes[0]})
         raise NotImplementedError(
             f"{type(module).__name__}: expected a mask, or is_causal=False, got attention_mask=None and "
-            'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by '
-            "a function "
-            "of transformers.masking_utils, such as create_causal_mask"
+            'is_causal=True, which "eager" treats as full attention and others as causal; make the mask with '
+            "a function of transformers.masking_utils, such as create_causal_mask"
         )
 
 
 def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) -> Value:
-    """Return what is kept for this config, as long as the config lives; configs have no hash."""
+    """Return the value stored for this config while the config lives; configs are not hashable."""
     at = id(config)
     if at not in kept or kept[at][0]() is not config:
         kept[at] = ref(config, lambda _: kept.pop(at, None)), make()
@@ -250,18 +244,14 @@ def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
     return NotImplementedError(
-        f'{type(module).__name__}: expected keys of the mask that attn_implementation="attnlib" was asked '
-        "for "
-        f"({sorted(x for x in asked if x is not None)} of them), got {keys}; the model adds keys or changes "
-        "its mask "
-        'after it was made: use "eager" for it'
+        f'{type(module).__name__}: expected as many keys as the mask of attn_implementation="attnlib" was '
+        f"made for ({sorted(x for x in asked if x is not None)}), got {keys}; the model adds keys or changes "
+        'its mask after it was made: use "eager" for this model'
     )
 
 
 def should_have_called(model: nn.Module) -> bool:
-    """True if a model has attention of transformers that still is to be attnlib's: compiled calls are not
-    counted.
-    """
+    """True if a model has attention that should have called attnlib; compiled calls are not counted."""
     modules = list(model.modules())
     is_compiled = any(
         "forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules
@@ -276,36 +266,35 @@ def should_have_called(model: nn.Module) -> bool:
     )
 
 
-def doors() -> Doors | None:
-    """Return attnlib's functions if they are registered with transformers."""
-    registered = AttentionInterface().get(NAME)
-    owner = getattr(registered, "__self__", None)
-    return owner if isinstance(owner, Doors) else None
+def registered_functions() -> RegisteredFunctions | None:
+    """Return attnlib's functions, or None if they are not registered with transformers."""
+    owner = getattr(AttentionInterface().get(NAME), "__self__", None)
+    return owner if isinstance(owner, RegisteredFunctions) else None
 
 
 def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
-    """Before a forward of a model; a function, so that models are copied and pickled with it."""
-    if not torch.compiler.is_compiling() and (ours := doors()) is not None:
+    """Run before a forward of a model; a module-level function, so that models can be copied and pickled."""
+    if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.begin(model)
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """After a forward."""
-    if not torch.compiler.is_compiling() and (ours := doors()) is not None:
+    """Run after a forward of a model, also if it raised."""
+    if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.end(model, output)
 
 
-def register_doors() -> None:
-    """Make attention and masks known to transformers, and look where it chooses an implementation."""
-    if doors() is not None:
+def register_functions() -> None:
+    """Register attention and masks with transformers, and watch which models select attnlib."""
+    if registered_functions() is not None:
         return
-    ours = Doors()
+    ours = RegisteredFunctions()
     AttentionInterface.register(NAME, ours.attend)
     AttentionMaskInterface.register(NAME, ours.mask)
     watch_choices(NAME, chosen)
 
 
 def chosen(model: PreTrainedModel) -> None:
-    """A model has chosen attnlib."""
-    if (ours := doors()) is not None:
+    """Validate and watch a model that has selected attnlib."""
+    if (ours := registered_functions()) is not None:
         ours.expect(model)

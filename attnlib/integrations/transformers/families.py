@@ -1,6 +1,4 @@
-"""Families of models of transformers whose attention attnlib builds, and what sets each apart beyond its
-names.
-"""
+"""The transformers model families that attnlib builds layers for, and how each differs from Llama."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -21,10 +19,11 @@ LATENT += alike("o_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(AttentionStorage):
-    """How the layers of a family differ from Llama's, whose they are by default.
+    """The attention of a model family; the defaults describe Llama.
 
-    Strings name fields of the config, where they may be told apart. ``place`` is the part of the module that
-    is replaced, where the model calls the rest itself, and what is ``beside`` stays.
+    A string names a config field, unless it is a fixed choice such as ``"half"``. ``place`` is the submodule
+    to replace if the model itself calls the rest of its attention module; weights that start with a name in
+    ``beside`` stay in the model.
     """
 
     place: str = ""
@@ -32,29 +31,28 @@ class Family(AttentionStorage):
     is_latent: bool = False
     is_cross: bool = False
     is_causal: bool = True
-    bias: str | bool | tuple[str, ...] = "attention_bias"  # of q, k and v
+    bias: str | bool | tuple[str, ...] = "attention_bias"  # on the projections of q, k and v
     output_bias: str | bool | None = "attention_bias"
     norm: Callable[..., nn.Module] | None = None
     norm_if: str | None = None
     norm_eps: str | float = "rms_norm_eps"
     norm_after_rope: bool = False
-    window: str | None = None  # "layer_types": of layers that these say; "sliding_window": of all layers
+    window: str | None = None  # "layer_types": on the layers listed there; "sliding_window": on all
     scale: Callable[[Any, int], float] | None = None
-    reads: tuple[str, ...] = ()  # fields of which scale or temperature come, or those of other parts
+    reads: tuple[str, ...] = ()  # config fields for scale, temperature or other parts
     softcap: str | None = None
     sinks: bool = False
-    temperature: Callable[[Any, bool], Temperature | None] | None = (
-        None  # of a layer that rotates, or does not
-    )
-    counts_padding: bool = False  # in the temperature's positions
+    # called with the config, and True if the layer has a rope
+    temperature: Callable[[Any, bool], Temperature | None] | None = None
+    counts_padding: bool = False  # True if padding counts in the positions for the temperature
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
-    fixed: tuple[tuple[str, object], ...] = ()  # fields with the values that they may have
-    returns: int = 2  # what the model takes from its attention: the third is T5's
+    fixed: tuple[tuple[str, object], ...] = ()  # fields and the only value supported
+    returns: int = 2  # length of the tuple that attention returns: 3 for T5
 
 
 def stored(kind: str) -> Family:
-    """A family that is stored as the table says, and whose layers are Llama's beyond that."""
+    """Return a family with the storage in the table ``STORED`` and Llama's defaults for everything else."""
     return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(AttentionStorage)})
 
 
@@ -84,13 +82,13 @@ DEEPSEEK = Family(
 
 
 def mistral_temperature(config: Any, rotates: bool) -> Temperature | None:
-    """Of all layers, over what the model was first trained on, if the rope says how much."""
+    """Return the temperature that the rope parameters define for all layers, or None if they define none."""
     weight = config.rope_parameters.get("llama_4_scaling_beta")
     return Temperature(weight, config.rope_parameters["original_max_position_embeddings"]) if weight else None
 
 
 def llama4_temperature(config: Any, rotates: bool) -> Temperature | None:
-    """Of layers without rope."""
+    """Return the temperature of a layer without rope; None for layers with one, or if it is switched off."""
     if rotates or not config.attn_temperature_tuning:
         return None
     return Temperature(config.attn_scale, int(config.floor_scale), offset=1)
@@ -118,7 +116,7 @@ WHISPER = Family(
     rope=None,
     reads=("encoder_attention_heads", "decoder_attention_heads"),
 )
-# By the config's model_type, and the part: of a decoder, or of the only stack, it is "self".
+# Keys are (model_type, part); the part of a decoder, or of a model's only stack, is "self".
 FAMILIES = MappingProxyType(
     {
         ("llama", "self"): replace(stored("llama"), fixed=(("rope_interleaved", False),)),
@@ -139,7 +137,7 @@ FAMILIES = MappingProxyType(
             stored("gemma3_text"),
             **GEMMA2,
             norm=OffsetRMSNorm,
-            fixed=(*NOT_BOTH_WAYS, ("attn_logit_softcapping", None)),  # which its layers never read
+            fixed=(*NOT_BOTH_WAYS, ("attn_logit_softcapping", None)),  # its layers never read this field
         ),
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("glm4", "self"): GLM4,
@@ -191,9 +189,8 @@ FAMILIES = MappingProxyType(
             residual_dropout="resid_pdrop",
             fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
-        ("gpt_neox", "self"): replace(
-            stored("gpt_neox"), reads=("is_decoder",)
-        ),  # which its layers never read
+        # its layers never read is_decoder
+        ("gpt_neox", "self"): replace(stored("gpt_neox"), reads=("is_decoder",)),
         ("opt", "self"): replace(stored("opt"), bias="enable_bias", output_bias="enable_bias"),
         ("bert", "self"): BERT,
         ("whisper", "self"): WHISPER,

@@ -1,10 +1,10 @@
-"""Which fields of a config attnlib knows: one that it does not know may change attention, and is refused."""
+"""Config fields that attnlib knows; a config with any other field is refused, as it may change attention."""
 
 from typing import Any
 
 from .families import Family
 
-# What concerns the rest of a model, in any family.
+# Fields of any family that concern parts of the model other than attention.
 ELSEWHERE = frozenset({
     "activation_dropout", "activation_function", "apply_spec_augment", "architectures", "attnlib_layers",
     "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
@@ -47,16 +47,12 @@ READ = frozenset(
 )
 SIZES = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-)  # of latents
-DERIVED = frozenset({"qk_head_dim", "head_dim"})  # from these
+)  # of MLA layers
+DERIVED = frozenset({"qk_head_dim", "head_dim"})  # computed from the sizes above
 
 
 def check_fields(family: Family, config: Any) -> None:
-    """Refuse a config that says something of which nobody here knows whether it changes attention.
-
-    Raises:
-        NotImplementedError: with the field.
-    """
+    """Raise NotImplementedError for a config field that is unknown or has an unsupported value."""
     for name, expected in family.fixed:
         if getattr(config, name, expected) not in (expected, None):
             raise NotImplementedError(f"{name}: expected {expected!r}, got {getattr(config, name)!r}")
@@ -64,12 +60,12 @@ def check_fields(family: Family, config: Any) -> None:
     for name, value in config.to_dict().items():
         if value is not None and name not in known and not name.startswith("_"):
             raise NotImplementedError(
-                f"config: {name}={value!r} is not known of {config.model_type}, and may change its attention"
+                f"config: {name}={value!r} is unknown for {config.model_type} and may change its attention"
             )
 
 
 def _read(family: Family) -> frozenset[str]:
-    """The fields that the family's attention comes from."""
+    """Return the config fields that define the family's attention."""
     named = (getattr(family, name) for name in type(family).__dataclass_fields__)
     read = (
         frozenset(value for value in named if isinstance(value, str))
@@ -82,13 +78,7 @@ def _read(family: Family) -> frozenset[str]:
 
 
 def check_rope(family: Family, fields: dict[str, Any]) -> None:
-    """Refuse parameters of a rope that nobody here knows.
-
-    Raises:
-        NotImplementedError: with the name.
-    """
+    """Raise NotImplementedError for an unknown rope parameter."""
     for name, value in fields.items():
         if value is not None and name not in ROPE and name not in family.reads:
-            raise NotImplementedError(
-                f"rope_parameters: {name}={value!r} is not known, and may change the rope"
-            )
+            raise NotImplementedError(f"rope_parameters: {name}={value!r} is unknown and may change the rope")

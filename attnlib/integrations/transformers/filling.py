@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint folder on their way into a model of transformers, each read when it is
-placed.
-"""
+"""Load the tensors of a checkpoint folder into a transformers model, reading each one when it is placed."""
 
 import math
 import re
@@ -15,22 +13,20 @@ from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG
 from ...models.own_form import INNER
 
-SLACK = (
-    2**22
-)  # elements that a folder may lack, so that a missing weight is named, and buffers that none holds
+# Elements that a folder may lack: buffers, which it never holds, and a few weights, which get better errors.
+SLACK = 2**22
 
 
 class Filled:
-    """``slices`` are the ``state_dict`` for ``from_pretrained``; the rest is what was found while it read
-    them.
+    """The tensors of a checkpoint, and the errors and non-finite weights found while reading them.
 
-    Tensors of no floating dtype are left out, in ``integers``, but for those of which ``empty`` has such a
-    buffer.
+    ``slices`` is the ``state_dict`` for ``from_pretrained``. Tensors with an integer or bool dtype are left
+    out and listed in ``integers``, except for those that the model ``empty`` has as such a buffer.
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
         self.checkpoint, self.folder = checkpoint, checkpoint.folder
-        self.most: int = elements_of(empty)
+        self.max_elements: int = elements_of(empty)
         self.failed: list[CheckpointError] = []
         self.nonfinite: dict[str, dict[str, int]] = {}
         counters = [name for name, x in empty.named_buffers() if not x.is_floating_point()]
@@ -40,11 +36,14 @@ class Filled:
             if not stored.entry.dtype.is_floating_point
             and not any(_is_same(name, other) for other in counters)
         }
-        left = checkpoint.tensors.keys() - self.integers.keys()
-        self.slices: dict[str, Slice] = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
+        self.slices: dict[str, Slice] = {
+            name: Slice(name, stored, self)
+            for name, stored in checkpoint.tensors.items()
+            if name not in self.integers
+        }
 
     def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
-        """Raises CheckpointError unless the model has all its weights, and the folder no layers beside it."""
+        """Raise CheckpointError for a weight that is missing, mismatched, superfluous or not finite."""
         amiss = {
             what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched", "unexpected")
         }
@@ -67,20 +66,20 @@ class Filled:
                 )
         if self.nonfinite and not allow_nonfinite:
             listed = "; ".join(f"{name} {counts}" for name, counts in sorted(self.nonfinite.items())[:5])
-            raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+            raise CheckpointError(
+                f"{listed}: expected finite weights; pass allow_nonfinite=True to accept others"
+            )
         if not allow_nonfinite:
             self._check_range(model)
 
     def _check_range(self, model: nn.Module) -> None:
-        """Raise CheckpointError for a weight that is finite as it is stored, and not in the dtype of the
-        model.
-        """
+        """Raise CheckpointError for a weight that is finite as stored but overflows the model's dtype."""
         stored = {x.entry.dtype for x in self.checkpoint.tensors.values() if x.entry.dtype.is_floating_point}
-        most = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
+        largest = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
         for name, x in model.named_parameters():
             if (
                 x.is_floating_point()
-                and torch.finfo(x.dtype).max < most
+                and torch.finfo(x.dtype).max < largest
                 and (counts := count_nonfinite(x.detach()))
             ):
                 raise CheckpointError(
@@ -90,13 +89,13 @@ class Filled:
 
 
 class Slice:
-    """A stored tensor, as a slice of safetensors is one: ``[...]`` reads it."""
+    """A stored tensor behind the interface of a safetensors slice: ``[...]`` reads it."""
 
     def __init__(self, name: str, stored: StoredTensor, filled: Filled):
         self._name, self._stored, self._filled = name, stored, filled
 
     def get_shape(self) -> list[int]:
-        """Its shape, before it is read."""
+        """Return the shape, without reading the tensor."""
         return list(self._stored.entry.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -110,38 +109,36 @@ class Slice:
         return tensor[index]
 
     def _read(self) -> Tensor:
-        if math.prod(self.get_shape()) > self._filled.most:
-            wanted = f"at most {self._filled.most} elements, all that {CONFIG} describes"
+        if math.prod(self.get_shape()) > self._filled.max_elements:
+            wanted = f"at most {self._filled.max_elements} elements, the whole model in {CONFIG}"
             raise CheckpointError(f"{self._name}: expected {wanted}, got {self.get_shape()}")
         return self._stored.load()
 
 
-def require_room(empty: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for a model of twice the elements that a folder holds, before any of it takes
-    memory.
-    """
+def require_size(empty: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError, before memory is allocated, if a model has over twice a folder's elements."""
     stored = sum(math.prod(x.entry.shape) for x in checkpoint.tensors.values())
     wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())
     if wanted > 2 * stored + SLACK:
         raise CheckpointError(
-            f"{CONFIG}: expected a model of the {stored} elements that the folder holds, got one of "
-            f"{wanted}; it belongs to other weights"
+            f"{CONFIG}: expected a model with the {stored} elements in the folder, got one with {wanted}; "
+            "it belongs to other weights"
         )
 
 
 def elements_of(empty: nn.Module) -> int:
-    """The elements of a model's parameters, of those that it ties once."""
+    """Return the number of elements in a model's parameters, counting tied parameters once."""
     tied = getattr(empty, "all_tied_weights_keys", {})
     return sum(x.numel() for name, x in empty.named_parameters() if name not in tied)
 
 
 def _is_same(name: str, other: str) -> bool:
-    """True if two names are one, but for what precedes either."""
+    """True if two names are equal except for a prefix of either."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
-    """The numbers that follow each beginning of these names, such as those of layers."""
+    """Return the numbers that follow each prefix in these names, such as layer numbers."""
     found: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name):
@@ -150,9 +147,7 @@ def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _is_beyond(name: str, known: Mapping[str, set[str]]) -> bool:
-    """True if a tensor is of a layer, or another numbered part, that the model has with other numbers
-    only.
-    """
+    """True if a tensor belongs to a layer, or another numbered part, whose number the model does not have."""
     return any(
         match[0] not in known.get(name[: match.start()], match[0])
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name)

@@ -1,8 +1,8 @@
-"""The masks ``[b, t]`` that attention gets for models, which expect masks ``[b, 1, s, t]``.
+"""Masks ``[b, t]`` for transformers models, which expect masks ``[b, 1, s, t]``.
 
-Models hand masks on as they are, and attention then reads what the mask door wrote beside them. A model that
-computes with its mask gets the one that ``eager`` would have got; if nobody knows that, it is refused by
-name.
+Most models pass their mask on unchanged, and attention reads the attributes that the mask function attached
+to it. A model that computes with its mask gets the mask that ``eager`` would have got. If that one cannot be
+made, an error names the operation.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,17 @@ MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "e
 
 
 class HandedMask(Tensor):
-    """Bool or int32 ``[b, t]``: keys that are there, or documents.
+    """A bool or int32 mask ``[b, t]`` of visible keys or documents, with attributes for attention.
 
-    ``plain`` is the same tensor without a class; ``bounds`` are the first key of each row and that after its
-    last, ``meaning`` is what else the mask says ("full", "causal", "window"; None if there is one query
-    only), and ``keys`` how many keys it was made for. ``is_whole`` masks hide nothing; ``is_changed`` ones
-    came of a mask that left something to flags. ``numbers`` is the mask of documents of which a bool one was
-    made, as transformers does with one that it gets back. ``eager`` makes the additive mask ``[b, 1, s, t]``
-    of the same keys and meaning.
+    - ``plain``: the same mask as an ordinary tensor.
+    - ``bounds``: the first visible key of each row, and the key after the last one.
+    - ``meaning``: the mask that applies on top ("full", "causal", "window"); None if there is only one query.
+    - ``keys``: the number of keys that the mask was made for.
+    - ``is_whole``: True if the mask hides nothing.
+    - ``is_changed``: True if it was computed from a mask that is incomplete without the model's flags.
+    - ``numbers``: the document mask that this bool mask was made from; transformers converts masks that it
+      gets back.
+    - ``eager``: a function that makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
     """
 
     plain: Tensor
@@ -37,12 +40,12 @@ class HandedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute with plain tensors. The same values stay what they are; others are known to be changed.
+        """Run ``func`` on ordinary tensors; the result keeps the attributes only if its values are the same.
 
         Raises:
-            NotImplementedError: the model computes with a mask of four dimensions that nobody can make.
+            NotImplementedError: the model needs a mask ``[b, 1, s, t]``, and none can be made.
         """
-        if func == Tensor.dtype.__get__:  # what the model computes for this dtype does not fit another mask
+        if func == Tensor.dtype.__get__:  # the model computes for this dtype now; an eager mask has another
             args[0].eager = None
             return args[0].plain.dtype
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
@@ -60,13 +63,13 @@ class HandedMask(Tensor):
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
                 kept.numbers = masks[0]
             return kept
-        # What says the same of every query may become a mask of another form; what leaves something to flags
-        # may not.
+        # A mask that is the same for every query may change its form. A mask that is incomplete without the
+        # model's flags may not.
         return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))
 
 
 def handed(mask: Tensor, **made_for: Any) -> HandedMask:
-    """The ``mask`` with what it was made for."""
+    """Return ``mask`` as a HandedMask with these attributes."""
     made = mask.as_subclass(HandedMask)
     made.plain = mask
     for name, value in made_for.items():
@@ -75,20 +78,20 @@ def handed(mask: Tensor, **made_for: Any) -> HandedMask:
 
 
 def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-    """The bounds of a mask if it was made here, and the mask without a class."""
+    """Return the bounds of a mask, or None if they are unknown, and the mask as an ordinary tensor."""
     if not isinstance(mask, HandedMask):
         return None, mask
     return None if torch.compiler.is_compiling() else mask.bounds, mask.plain
 
 
 def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs: Any) -> Any:
-    """Compute with masks of four dimensions; not in place, where the model would not see the result."""
+    """Run ``func`` on masks ``[b, 1, s, t]``; refuse in-place operations, which the model would not see."""
     name = getattr(func, "__name__", str(func))
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if is_in_place or not all(mask.eager for mask in masks):
         raise NotImplementedError(
-            f"attention_mask: the model computes with its mask ({name}), of which "
-            'attn_implementation="attnlib" makes one of keys [b, t]; use "eager" or "sdpa"'
+            f"attention_mask: the model computes with its mask ({name}), but "
+            'attn_implementation="attnlib" only makes masks [b, t]; use "eager" or "sdpa"'
         )
     return func(*_plain(args, as_eager=True), **_plain(kwargs, as_eager=True))
 

@@ -1,7 +1,8 @@
-"""Absorbed decoding for models of transformers whose cache holds latents (DeepSeek-V2 and what came of it).
+"""Absorbed decoding for transformers models with a latent cache (MLA: DeepSeek-V2 and its successors).
 
-transformers stores latents and rotary keys, and expands all of them at every step, in a method of each layer.
-Where this hands on what is stored, attention can absorb the up-projections into its queries and outputs.
+transformers caches latents and rotary keys, but each layer expands all of them at every step, in its method
+``expand_kv``. If that method returns the cached tensors instead, attention can absorb the up-projections into
+its queries and outputs.
 """
 
 from types import MethodType
@@ -15,30 +16,33 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def keep_latents(model: nn.Module, name: str) -> None:
-    """Have the layers over latents hand these to attention as they are, where it is called ``name``.
+    """Make the MLA layers of a model pass their latents to the attention implementation ``name`` unexpanded.
 
     Raises:
-        ValueError: the model has no such layer.
-        NotImplementedError: they choose keys by an indexer.
+        ValueError: the model has no MLA layer.
+        NotImplementedError: its layers select keys with an indexer.
     """
-    found = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
-    found = [module for module in found if all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))]
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(type(module), "expand_kv") and all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))
+    ]
     if not found:
         raise ValueError(
-            f"model: expected one with layers over latents, as DeepSeek-V3, got {type(model).__name__}"
+            f"model: expected one with MLA layers, such as DeepSeek-V3, got {type(model).__name__}"
         )
     for module in found:
         if any("indexer" in part.lower() for part, _ in module.named_children()):
             raise NotImplementedError(
-                f"model: {type(module).__name__} chooses keys by an indexer, which attnlib lacks"
+                f"model: {type(module).__name__} selects keys with an indexer, which attnlib does not support"
             )
     for module in found:
-        module.expand_kv = MethodType(_kept(name), module)
+        module.expand_kv = MethodType(_passing_latents(name), module)
 
 
-def _kept(name: str):
+def _passing_latents(name: str):
     def expand_kv(self: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored, for attention of this name and without a gradient; else keys and values."""
+        """Return the cached tensors, or expand them for a gradient or another attention implementation."""
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
         if self.config._attn_implementation == name and not grad:
             return k_rope, latent
@@ -48,7 +52,7 @@ def _kept(name: str):
 
 
 def keeps_latents(model: nn.Module) -> bool:
-    """Whether the layers over latents of a model hand these on."""
+    """True if every MLA layer of a model passes its latents to attention unexpanded."""
     found = [
         module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
     ]
@@ -56,22 +60,22 @@ def keeps_latents(model: nn.Module) -> bool:
 
 
 def are_latents(query: Tensor, key: Tensor) -> bool:
-    """Whether these are a rotary key and, as values, latents: keys are as wide as queries else."""
+    """True if ``key`` holds rotary keys and ``value`` latents: expanded keys are as wide as the queries."""
     return key.shape[-1] != query.shape[-1]
 
 
 def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, of rotary keys and latents."""
+    """Return the keys and values that rotary keys ``key`` and latents ``value`` expand to."""
     return type(module).expand_kv(module, value, key)
 
 
 def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
-    """Whether absorbing is cheaper over so many ``keys``, and ``kv_b_proj`` is a plain weight.
+    """True if ``kv_b_proj`` is an ordinary linear layer and absorbing it over ``keys`` keys is cheaper.
 
-    Of others, such as one with LoRA, nobody knows what they add to the weight.
+    Any other layer, such as one with LoRA, may add something to its weight.
 
     Raises:
-        ValueError: it is sharded, but not by whole heads.
+        ValueError: the weight is sharded, but not by whole heads.
     """
     projection, (_, heads, queries, _) = module.kv_b_proj, query.shape
     if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
@@ -88,17 +92,17 @@ def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
 
 
 def absorbed(module: nn.Module, q: Tensor) -> Tensor:
-    """Queries ``[..., h, n + p]`` as they meet latents and rotary keys, ``[..., h, r + p]``."""
+    """Project queries ``[..., h, n + p]`` into latent space, ``[..., h, r + p]``; rotary channels stay."""
     nope, rope = q.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
     return torch.cat((torch.einsum("...hn,hnr->...hr", nope, _ups(module)[0]), rope), -1)
 
 
 def unabsorbed(module: nn.Module, out: Tensor) -> Tensor:
-    """``[..., h, r]`` as values, ``[..., h, e]``."""
+    """Project outputs in latent space ``[..., h, r]`` to value heads ``[..., h, e]``."""
     return torch.einsum("...hr,her->...he", out, _ups(module)[1])
 
 
 def _ups(module: nn.Module) -> tuple[Tensor, ...]:
-    """The up-projections of keys ``[h, n, r]`` and of values ``[h, e, r]``, views of one weight."""
+    """Return the up-projections of keys ``[h, n, r]`` and of values ``[h, e, r]``, views of one weight."""
     sizes = module.qk_nope_head_dim, module.v_head_dim
     return module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)

@@ -1,4 +1,4 @@
-"""Read from the config of a model of transformers which planes its layers store of each token."""
+"""Cache layouts of transformers models: what each layer stores per token, read from the model's config."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,20 +13,21 @@ from .replacing import ReplacedAttention
 
 
 def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:
-    """Return what each layer of the model stores of a token.
+    """Return the cache layout of each layer of a model.
 
     Raises:
-        NotImplementedError: a layer stores something else than keys and values, or latents; or the config
-        does not say. ValueError: latents which the model expands before attention.
+        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say.
+        ValueError: the model expands its latents before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
-    if hasattr(config, FORMS):  # of which each may have sizes of its own
+    if hasattr(config, FORMS):  # attnlib's own form: every layer may have different sizes
         return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
-    kinds = _kinds_of(config)
+    kinds = _layer_types_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):
         raise ValueError(
-            "model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)"
+            "model: expected one that passes latents to attention, got one that expands them first; "
+            "call hf.absorb(model) or hf.replace(model)"
         )
     layouts, options = [], {"dtype": model.dtype, "store": store}
     for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
@@ -40,19 +41,22 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     return layouts
 
 
-def _kinds_of(config: Any) -> list[str]:
-    """Return the kind of attention of each layer; raise NotImplementedError for what keeps no keys and
-    values.
+def _layer_types_of(config: Any) -> list[str]:
+    """Return the attention type of each layer, such as ``"sliding_attention"``.
+
+    Raises:
+        NotImplementedError: a layer keeps no keys and values.
     """
     if not hasattr(config, "num_hidden_layers"):
         raise NotImplementedError(
-            f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without; use a "
-            "DynamicCache for this model"
+            f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without it; use "
+            "a DynamicCache for this model"
         )
     per_layer = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
-    windows = [getattr(of_layer, "sliding_window", None) for of_layer in per_layer]
-    kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers]
-    kinds = kinds or ["full_attention" if window is None else "sliding_attention" for window in windows]
+    kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers] or [
+        "full_attention" if getattr(of_layer, "sliding_window", None) is None else "sliding_attention"
+        for of_layer in per_layer
+    ]
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
@@ -60,10 +64,10 @@ def _kinds_of(config: Any) -> list[str]:
 
 
 def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
-    """Raise NotImplementedError if keys ``[b, g, s, d]`` and values are not as the model's config says."""
+    """Raise NotImplementedError if keys or values ``[b, g, s, d]`` have other shapes than the config says."""
     if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
         raise NotImplementedError(
-            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and "
-            f"{layout.value_dim} of values, by the model's config, got keys {tuple(key.shape)} and values "
-            f"{tuple(value.shape)}; use a DynamicCache for this model"
+            f"layer {index}: expected {layout.heads} heads with {layout.dim} key channels and "
+            f"{layout.value_dim} value channels, by the model's config, got keys {tuple(key.shape)} and "
+            f"values {tuple(value.shape)}; use a DynamicCache for this model"
         )

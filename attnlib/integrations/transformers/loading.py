@@ -1,7 +1,8 @@
-"""Checkpoint folders as models of transformers, those of attnlib's own form among them.
+"""Load checkpoint folders as transformers models, including folders in attnlib's own form.
 
-``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, and no path: so
-nothing in the folder can have it follow a link, unpickle a file, look for an adapter or ask the Hub.
+``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, but no path to the
+folder, so nothing in it can make transformers follow a link, unpickle a file, look for an adapter or contact
+the Hub.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +23,12 @@ from ...checkpoint_files.private import private_folder
 from ...models.own_form import base_of, is_own
 from .building import family_of
 from .families import FAMILIES
-from .filling import Filled, require_room
+from .filling import Filled, require_size
 from .own import config_from, knows_layers, own_class
 
 ADAPTER = "adapter_config.json"
-# What transformers, torch and the layers raise of fields that are none. ImportError and NotImplementedError
-# pass.
+# Errors that transformers, torch and the layers raise for invalid config fields. ImportError and
+# NotImplementedError are not converted.
 BROKEN = (
     StrictDataclassError,
     ValueError,
@@ -43,41 +44,42 @@ BROKEN = (
 
 
 def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoint:
-    """A folder, or the snapshot of a Hub model that is in the download cache already, as :func:`read_folder`
-    reads it.
+    """Read a folder, or the snapshot of a Hub model in the download cache, with :func:`read_folder`.
 
     Raises:
         CheckpointError: there is none, or it is malformed or unsafe.
     """
-    place = Path(folder)
-    if not place.exists():
+    path = Path(folder)
+    if not path.exists():
         try:
-            place = Path(snapshot_download(str(folder), local_files_only=True))
+            path = Path(snapshot_download(str(folder), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
             raise CheckpointError(
-                f"{folder}: expected a folder with a checkpoint, or a model of the Hub that is in the "
-                "download cache, got neither; download it first, as with `hf download`"
+                f"{folder}: expected a folder with a checkpoint, or a Hub model in the download cache, got "
+                "neither; download it first, for example with `hf download`"
             ) from None
-    return read_folder(place, follow_links=follow_links)
+    return read_folder(path, follow_links=follow_links)
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The config of a folder as transformers reads it, or of attnlib's own form; runs no code from there.
+    """Return the config of a folder, stock or in attnlib's own form; no code from the folder runs.
 
     Raises:
-        CheckpointError: it asks for what it must not, see :func:`plain_config`, or is refused.
+        CheckpointError: the config requests something forbidden, see :func:`plain_config`, or transformers
+            rejects it.
     """
-    said = plain_config(checkpoint)
-    with telling("transformers does not read it"):
-        if is_own(said):
-            return config_from(said)
-        with private_folder({CONFIG: dump(said)}) as folder:
+    fields = plain_config(checkpoint)
+    with checkpoint_errors("transformers cannot read it"):
+        if is_own(fields):
+            return config_from(fields)
+        with private_folder({CONFIG: dump(fields)}) as folder:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that a config names, one for its kind of language models if it names none; with the layers it
-    knows.
+    """Return the model class that a config names, or else the language model class for its config type.
+
+    If the config describes attnlib layers, the class has these layers.
     """
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
@@ -87,21 +89,24 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def body_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The same of the model without a head."""
+    """Return the model class for a config without the language model head.
+
+    If the config describes attnlib layers, the class has these layers.
+    """
     kind = transformers.MODEL_MAPPING[type(config)]
     return own_class(kind, config) if knows_layers(config) else kind
 
 
 def check_arguments(dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-    """Refuse what no model can be loaded in or to, before the folder is read.
+    """Validate ``dtype`` and ``device`` before the folder is read.
 
     Raises:
-        TypeError: ``dtype`` is no floating dtype of torch.
-        ValueError: there is no such device.
+        TypeError: ``dtype`` is not a floating dtype of torch.
+        ValueError: ``device`` does not exist.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         known = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-        remedy = f"; say dtype={known}" if isinstance(known, torch.dtype) else ""
+        remedy = f"; pass dtype={known}" if isinstance(known, torch.dtype) else ""
         raise TypeError(f"dtype: expected a floating dtype such as torch.bfloat16, got {dtype!r}{remedy}")
     try:
         torch.empty(0, device=device)
@@ -118,21 +123,22 @@ def load_attnlib(
     allow_nonfinite: bool,
     attend: Callable[[PreTrainedModel], PreTrainedModel],
 ) -> PreTrainedModel:
-    """The model of a folder with the layers of attnlib; ``attend`` puts them in where its config knows none.
+    """Load a folder as a model with attnlib layers; ``attend`` adds them unless the config describes its own.
 
     Raises:
-        CheckpointError: as :func:`read_config` and :func:`load_model`; or an adapter beside the weights.
-        NotImplementedError: a family, or a field of its config, that attnlib does not know.
+        CheckpointError: see :func:`read_config` and :func:`load_model`; or an adapter lies beside the
+            weights.
+        NotImplementedError: attnlib does not know the family, or a field of its config.
     """
     if ADAPTER in checkpoint.left_behind:
         raise CheckpointError(
-            f"{ADAPTER}: expected a whole model, got one with an adapter beside it; merge the adapter into "
+            f"{ADAPTER}: expected a complete model, got one with a separate adapter; merge the adapter into "
             "the weights with PEFT, or remove the file"
         )
     config = read_config(checkpoint)
     _require_family(config)
     model = load_model(checkpoint, config, dtype=dtype, device=device, allow_nonfinite=allow_nonfinite)
-    with telling(f"attnlib makes no layers for {type(model).__name__}"):
+    with checkpoint_errors(f"attnlib cannot make layers for {type(model).__name__}"):
         return model if knows_layers(config) else attend(model)
 
 
@@ -144,30 +150,28 @@ def load_model(
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
 ) -> PreTrainedModel:
-    """The model that ``config`` describes with the weights of a folder, in evaluation mode.
+    """Build the model that ``config`` describes with the weights of a folder, in evaluation mode.
 
-    ``dtype`` is by default as the config says, or else as the weights are. Tensors that the model has not are
-    passed over, as transformers does.
+    ``dtype`` defaults to the dtype in the config, and else to the dtype of the weights. Tensors that the
+    model does not have are ignored, as in transformers.
 
     Raises:
-        CheckpointError: transformers cannot build it; a weight is missing, of another shape, of no floating
-        dtype or
-            not finite; a layer of attnlib has no such weight; or there are layers that the config does not
-            count.
+        CheckpointError: transformers cannot build the model; a weight is missing, has the wrong shape or no
+            floating dtype, or is not finite; an attnlib layer has no such weight; or the folder has more
+            layers than the config.
     """
-    with telling("transformers builds no model from it"):
+    with checkpoint_errors("transformers cannot build a model from it"):
         kind = class_of(config)
         with torch.device("meta"):
             empty = kind(config)
-    require_room(empty, checkpoint)
+    require_size(empty, checkpoint)
     dtype = dtype or config.dtype or config.get_text_config().dtype or _stored_dtype(checkpoint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{CONFIG}: dtype: expected a floating dtype of torch, got {str(dtype)[:80]}")
     filled = Filled(checkpoint, empty)
-    placed = (
-        device is not None and transformers.utils.is_accelerate_available()
-    )  # each tensor when it is read
-    with telling(f"transformers does not fit the weights to {kind.__name__}", filled):
+    # with accelerate, each tensor goes to the device as soon as it is read
+    placed = device is not None and transformers.utils.is_accelerate_available()
+    with checkpoint_errors(f"transformers cannot load the weights into {kind.__name__}", filled):
         model, info = kind.from_pretrained(
             None,
             config=config,
@@ -185,10 +189,10 @@ def load_model(
 
 
 @contextmanager
-def telling(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
-    """Within it, what a broken config.json makes others raise is a CheckpointError.
+def checkpoint_errors(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
+    """Convert the errors that a broken config.json causes elsewhere to a CheckpointError.
 
-    Of errors while tensors were read, which transformers wraps, the first is raised itself.
+    transformers wraps the errors of tensors that could not be read; the first of these is raised instead.
     """
     try:
         yield
@@ -202,30 +206,30 @@ def telling(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
 
 
 def _require_family(config: PreTrainedConfig) -> None:
-    """Raises NotImplementedError unless a part of the model is of a family that attnlib has layers for."""
+    """Raise NotImplementedError unless a part of the model belongs to a family that attnlib supports."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     if not {getattr(part, "model_type", None) for part in parts} & {kind for kind, _ in FAMILIES}:
         family_of(config.get_text_config(), "self")
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the first weight, bf16 where that is only for storage."""
+    """Return the dtype of the first floating weight, or bf16 if that dtype is only for storage."""
     floats = (x.entry.dtype for x in checkpoint.tensors.values() if x.entry.dtype.is_floating_point)
     dtype = next(floats, torch.bfloat16)
     return dtype if dtype.itemsize > 1 else torch.bfloat16
 
 
 def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """As transformers reads it: in a file of its own, or in an older config.json."""
+    """Return the generation config, from its own file or from an older config.json."""
     file = next((file for file in checkpoint.copied if file.name == GENERATION), None)
     if file is None:
-        said = plain_config(checkpoint)
-        with telling("transformers does not read how it generates"):
-            return GenerationConfig.from_model_config(base_of(said) if is_own(said) else said)
+        fields = plain_config(checkpoint)
+        with checkpoint_errors("transformers cannot read its generation settings"):
+            return GenerationConfig.from_model_config(base_of(fields) if is_own(fields) else fields)
     try:
         with private_folder({GENERATION: dump(parse_object(file.read(), GENERATION))}) as folder:
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except BROKEN as error:
         raise CheckpointError(
-            f"{GENERATION}: expected one that transformers reads, got {str(error)[:200]}"
+            f"{GENERATION}: expected a file that transformers can read, got {str(error)[:200]}"
         ) from error

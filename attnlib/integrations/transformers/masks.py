@@ -1,10 +1,16 @@
-"""What transformers asks of a mask, as the least that attention needs to know of it.
+"""Attention masks in the smallest form that attention needs, for the masks that transformers requests.
 
-A mask is None where the model's own flags say all; a bool ``[b, t]`` that tells which keys are there; numbers
-of documents, int32 ``[b, t]``, of packed sequences, with 0 for what is of none; or, where nothing else says
-it, a bool ``[b, 1, s, t]``. transformers may hand any of these back in as a padding mask: it then means the
-same again. Masks are made once for all layers, and read from the device for holes, as transformers reads them
-itself; but for a model that is compiled, which gets its own masks, and of one query the bool ``[b, t]``.
+A mask has one of four forms:
+
+- None: the flags of the model (causal, window) already describe the mask.
+- bool ``[b, t]``: True for keys that are not padding.
+- int32 ``[b, t]``: document numbers of packed sequences from 1, with 0 for tokens outside all documents.
+- bool ``[b, 1, s, t]``: anything else.
+
+transformers may pass any of these back in as a padding mask, and its meaning stays the same. A mask is made
+once for all layers. Making it reads two flags from the device: is anything padded, and does the padding have
+holes? transformers reads the first one, too. Compiled models get transformers' own masks instead, or a bool
+``[b, t]`` if there is only one query.
 """
 
 import inspect
@@ -27,7 +33,7 @@ from transformers.utils.import_utils import is_tracing
 from ...internal.padding import are_holed, edges_of
 from .handed import handed, read
 
-# What transformers' mask functions close over, by which their parts are told apart.
+# Qualified names of the closures that transformers builds mask functions from.
 JOINED, WINDOW, PACKED, REMAPPED = (
     f"{name}.<locals>.{inner}"
     for name, inner in (
@@ -52,9 +58,9 @@ def attention_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """The mask of a step of ``q_length`` queries from index ``q_offset`` on, over keys from ``kv_offset`` on.
+    """Return the mask of ``q_length`` queries from index ``q_offset`` over keys from index ``kv_offset``.
 
-    What transformers calls; ``options`` are the rest of what it hands over.
+    transformers calls this function; ``options`` are the rest of its arguments.
     """
     attention_mask = None if attention_mask is None else read(attention_mask)[1]
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
@@ -74,36 +80,38 @@ def attention_mask(
         int(q_offset) + q_length - kv_offset,
     )  # keys up to the last query
     if kinds == [bidirectional_mask_function] and options.get("allow_is_bidirectional_skip"):
-        return None if padding is None else _least(padding, kv_offset, may_skip=True, or_else=definition)
+        return None if padding is None else _smallest(padding, kv_offset, may_skip=True, or_else=definition)
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
-    if q_length == 1 and not (skips and fits and kinds == [causal_mask_function]):  # one row says all
+    if q_length == 1 and not (
+        skips and fits and kinds == [causal_mask_function]
+    ):  # a single query: its row is the whole mask
         row = definition()[:, 0, 0]
-        return _least(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
+        return _smallest(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     if skips and fits and _is_band(kinds, options):
-        if padding is None and visible < kv_length:  # the rest of a static cache lies behind
+        if padding is None and visible < kv_length:  # the end of a static cache is unused
             padding = torch.ones(batch_size, visible, dtype=torch.bool, device=options.get("device"))
         if padding is None:
             return None
-        return _least(padding[:, :visible], kv_offset, may_skip=visible == kv_length, or_else=definition)
+        return _smallest(padding[:, :visible], kv_offset, may_skip=visible == kv_length, or_else=definition)
     numbers = _documents(mask_function, options) if padding is None else None
     return definition() if numbers is None else handed(numbers)
 
 
-def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
-    """None for a mask of keys from ``offset`` on that hides nothing, or what stands for one with holes.
+def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
+    """Return None if a mask hides nothing, the mask ``[b, t]`` if it has no holes, and else ``or_else()``.
 
-    Else the mask of all keys, of which those before are hidden: as such it would be read when it is handed
-    back in.
+    ``there`` marks the visible keys from index ``offset`` on. The returned mask covers all keys and hides
+    those before ``offset``, because transformers passes it back in as a mask of all keys.
     """
     if may_skip and there.all():
         return None
     if are_holed(there).any():
         return or_else()
-    return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # which every layer would find again
+    return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # spares layers the search for bounds
 
 
 def _kinds(function: Callable) -> Iterator[Callable | str]:
-    """The parts that a mask function joins by and: known functions, or the names of others."""
+    """Yield the parts that a mask function joins by "and": known functions, or the names of others."""
     name = getattr(function, "__qualname__", "")
     if name == JOINED:
         for part in _closed(function, "mask_functions"):
@@ -115,12 +123,14 @@ def _kinds(function: Callable) -> Iterator[Callable | str]:
 
 
 def meaning_of(function: Callable) -> str:
-    """Classify a mask function, apart from padding and documents: "full", "causal", "window" or "other"."""
+    """Classify a mask function as "full", "causal", "window" or "other", ignoring padding and documents."""
     if getattr(function, "__qualname__", "") == REMAPPED:
         return meaning_of(_closed(function, "mask_function"))
     if getattr(function, "__qualname__", "") == JOINED:
-        said = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
-        return "window" if said == {"causal", "window"} else said.pop() if len(said) == 1 else "other"
+        meanings = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
+        if meanings == {"causal", "window"}:
+            return "window"
+        return meanings.pop() if len(meanings) == 1 else "other"
     kinds = {
         WINDOW: "window",
         PACKED: "documents",
@@ -131,7 +141,7 @@ def meaning_of(function: Callable) -> str:
 
 
 def _is_band(kinds: list, options: dict) -> bool:
-    """Whether these parts are causal, with a window at most that the model hands to attention too."""
+    """True if a mask is causal with at most a window, and the model passes that window to attention, too."""
     rest = [kind for kind in kinds if kind is not causal_mask_function]
     if len(rest) == len(kinds) or any(kind != WINDOW for kind in rest):
         return False
@@ -139,9 +149,7 @@ def _is_band(kinds: list, options: dict) -> bool:
 
 
 def _hands_window(configuration: str) -> bool:
-    """Whether the model beside this module of configurations says ``sliding_window=`` where it calls
-    attention.
-    """
+    """True if the modeling file that belongs to this configuration module contains ``sliding_window=``."""
     model = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     return any(
         "sliding_window=" in line for line in linecache.getlines(getattr(model, "__file__", None) or "")
@@ -149,7 +157,7 @@ def _hands_window(configuration: str) -> bool:
 
 
 def _documents(function: Callable, options: dict) -> Tensor | None:
-    """The documents that a mask function tells apart, from 1, where each is causal with a window at most."""
+    """Return the document numbers, from 1, of a packed causal mask; None for any other mask function."""
     if getattr(function, "__qualname__", "") != JOINED:
         return None
     parts = {getattr(part, "__qualname__", ""): part for part in _closed(function, "mask_functions")}
@@ -161,5 +169,5 @@ def _documents(function: Callable, options: dict) -> Tensor | None:
 
 
 def _closed(function: Callable, name: str):
-    """What a function closes over by this name."""
+    """Return the variable ``name`` that a function closes over."""
     return inspect.getclosurevars(function).nonlocals[name]

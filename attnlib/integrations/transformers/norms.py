@@ -1,15 +1,16 @@
-"""Norms of queries and keys that some families have, each from heads ``[..., h, d]`` to the same."""
+"""Norms of queries and keys in some model families; each maps heads ``[..., h, d]`` to the same shape."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Factory = torch.device | str | torch.dtype | None  # device= and dtype=
+Factory = torch.device | str | torch.dtype | None  # types of device= and dtype=
 
 
 class OffsetRMSNorm(nn.Module):
-    """RMS norm of each head whose gain is ``1 + weight`` (Gemma), added in fp32: in bf16 the sum would be
-    rounded.
+    """RMS norm of each head, scaled by ``1 + weight`` (Gemma).
+
+    The sum is computed in fp32, since bf16 would round it.
     """
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
@@ -19,7 +20,7 @@ class OffsetRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A gain of 1."""
+        """Set the scale to 1."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 class WideRMSNorm(nn.RMSNorm):
-    """RMS norm of all heads together, as of one vector (OLMo 2)."""
+    """RMS norm over all heads together, as if they were one vector (OLMo 2)."""
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(heads * dim, eps=eps, **factory)
@@ -38,7 +39,7 @@ class WideRMSNorm(nn.RMSNorm):
 
 
 class HeadLayerNorm(nn.Module):
-    """Layer norm of each head with gains of its own and without a bias (Cohere)."""
+    """Layer norm of each head, with a separate scale per head and no bias (Cohere)."""
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__()
@@ -47,7 +48,7 @@ class HeadLayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A gain of 1."""
+        """Set the scale to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,14 +57,14 @@ class HeadLayerNorm(nn.Module):
 
 
 class PlainRMSNorm(nn.RMSNorm):
-    """RMS norm of each head without a gain (Llama 4)."""
+    """RMS norm of each head, without a scale (Llama 4)."""
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(dim, eps=eps, elementwise_affine=False, **factory)
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMS norm of each head (Qwen 3)."""
+    """RMS norm of each head, with one scale for all heads (Qwen 3)."""
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(dim, eps=eps, **factory)

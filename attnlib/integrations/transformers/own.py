@@ -1,8 +1,7 @@
-"""Models in attnlib's own form: transformers' own class, with the attention layers that a folder's
-config.json tells.
+"""Models in attnlib's own checkpoint form: transformers classes with the attention layers in config.json.
 
-Their weights go by the names of attnlib's layers, below each attention's ``layer``. transformers itself makes
-the rest, and reads the files.
+Attention weights have the names of attnlib's layers, below ``layer`` of each attention module. transformers
+builds the rest of the model and loads the weights.
 """
 
 import json
@@ -30,15 +29,15 @@ from .replacing import (
     put_angles,
 )
 
-FORMS = "attnlib_layers"  # a field of a config in memory: what its attention layers are, as plain data
+FORMS = "attnlib_layers"  # config field, in memory only: the attention layers as plain data
 CONFIG = "config.json"
 
 
 def config_from(said: dict[str, Any]) -> PreTrainedConfig:
-    """The config of transformers in a config.json of this form, which knows its layers.
+    """Return the transformers config of a config.json in this form, with the attention layers as a field.
 
     Raises:
-        ValueError: it is not of this form, or transformers does not know the model.
+        ValueError: the file does not have this form, or transformers does not know the model.
     """
     base, layers = base_of(said), layers_of(said)
     config = AutoConfig.for_model(str(base.pop("model_type", None)), **base)
@@ -50,12 +49,12 @@ def config_from(said: dict[str, Any]) -> PreTrainedConfig:
 
 
 def knows_layers(config: PreTrainedConfig) -> bool:
-    """Whether a config knows layers of its own."""
+    """True if a config describes its attention layers itself."""
     return hasattr(config.get_text_config(), FORMS)
 
 
 def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class ``kind`` of transformers, but that its attention layers are those that ``config`` knows."""
+    """Return a subclass of a transformers class with the attention layers that ``config`` describes."""
     layers = layers_of({"layers": getattr(config.get_text_config(), FORMS)})
 
     class Own(kind):
@@ -64,7 +63,7 @@ def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[Pre
             put_layers(self, layers)
 
         def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-            """As of any model of transformers; config.json is of attnlib's own form."""
+            """Save like any transformers model, but write config.json in attnlib's own form."""
             super().save_pretrained(save_directory, **kwargs)
             path = Path(save_directory, CONFIG)
             base = json.loads(path.read_text("utf-8"))
@@ -79,12 +78,12 @@ def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[Pre
 
 
 def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
-    """Put layers of attnlib where a model has its attention, each of the kind that is said; their weights are
-    not set.
+    """Replace the attention of a model with attnlib layers as described by ``layers``; weights are not set.
 
     Raises:
-        ValueError: the model has no such layer, or the layer no such size. NotImplementedError: the family or
-        a field of the config is not known, or latents cannot do what it asks for.
+        ValueError: the layer count or a size does not fit the model.
+        NotImplementedError: the family or a field of the config is unknown, or an MLA layer lacks a feature
+            that the config needs.
     """
     made = []
     for path, module, (part, index) in list(attention_of(model)):
@@ -105,11 +104,11 @@ def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
 
 
 def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLatentAttention:
-    """A layer over latents that attends as ``grouped`` does; its weights are not set.
+    """Return an MLA layer in place of the attention layer ``grouped``; its weights are not set.
 
     Raises:
-        ValueError: ``form`` chooses pairs that the rope has not.
-        NotImplementedError: ``grouped`` has what latents do not have.
+        ValueError: ``form`` selects rope pairs that ``grouped`` does not have.
+        NotImplementedError: ``grouped`` uses a feature that MLA layers lack.
     """
     for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes"):
         if getattr(grouped, name) is not None:
@@ -151,7 +150,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
 
 
 class TurnsAlone(ReplacedAttention):
-    """It turns by angles of its own, in a model that makes others."""
+    """A replaced layer that computes its own rope angles instead of taking the model's."""
 
     def _angles(self, theirs: Any, position_ids: torch.Tensor | None) -> Any:
         if self.layer.rope is None:
@@ -162,12 +161,13 @@ class TurnsAlone(ReplacedAttention):
 
 
 class OwnLatentAttention(TurnsAlone, ReplacedLatentAttention):
-    """A layer over latents, which choose what turns."""
+    """A replaced MLA layer with its own rope, since every layer selects the pairs that it rotates."""
 
 
 def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A layer of ``form`` with these weights, as a stock model calls its attention; its other layers stay its
-    own.
+    """Return one attention layer of ``form`` with the weights ``state``, to use inside a stock model.
+
+    The other layers of that model stay as they are.
     """
     family = family_of(config, "self")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""attnlib's paged cache where transformers expects a cache of its own, in ``generate`` and around it."""
+"""A paged KV cache for transformers models: attnlib's KVCache behind the interface of transformers' Cache."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,25 +15,27 @@ from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
 from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of
-from .pages import BeginOfForward, EndOfForward, HandedPages, stand_in
+from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
 
-NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
+NAME = "attnlib"  # must not contain "flash": transformers would look for a flash-attention package
 
 
 @kind
 class PagedCache(Cache):
-    """A :class:`attnlib.KVCache` for ``model.generate(..., **cache.as_argument)``; its own argument is the
-    model.
+    """A paged KV cache for a transformers model; use it as ``model.generate(..., **cache.as_argument)``.
 
-    Rows of a batch are sequences of it: beams fork them, so that they share pages, cropping truncates them,
-    and ``reset`` frees them. Layers with a window drop the pages behind it, but for ``rollback`` tokens,
-    which an assistant needs. ``pages``, ``page_size``, ``max_sequences`` and ``max_length`` are as in
-    :meth:`attnlib.KVCache.paged`; ``store`` keeps it in bytes, as :class:`attnlib.KVLayout` says. What it
-    hands to attention stands for keys and values that no other attention can read, and is NaN to it.
+    ``model`` is the model that will use the cache. Every row of a batch is a sequence of an
+    :class:`attnlib.KVCache`. Beam search forks rows, which then share pages; cropping truncates rows, and
+    ``reset`` frees them. Layers with a sliding window free the pages behind it, but retain ``rollback`` more
+    tokens, which assisted generation needs to take back rejected drafts. ``pages``, ``page_size``,
+    ``max_sequences`` and ``max_length`` are as in :meth:`attnlib.KVCache.paged`; ``store`` selects an int8
+    or fp8 cache, as in :class:`attnlib.KVLayout`. Once rows hold tokens, ``update`` returns placeholders that
+    only attnlib's attention can read. Any other attention sees NaN.
 
     Raises:
-        ValueError: a size that is not one, a model whose attention is another's, or whose latents are
-        expanded. NotImplementedError: layers that keep no keys and values of tokens.
+        ValueError: a size is invalid, or the model uses another attention implementation or expands its
+            latents.
+        NotImplementedError: a layer caches neither keys and values nor latents.
     """
 
     def __init__(
@@ -50,63 +52,69 @@ class PagedCache(Cache):
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation != NAME:
             raise ValueError(
-                f"model: expected attn_implementation={NAME!r}, which alone reads pages, got "
+                f"model: expected attn_implementation={NAME!r}, the only one that reads pages, got "
                 f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r}) after "
                 "hf.register()"
             )
         layouts = layouts_of(model, config, store)
-        options = {"page_size": page_size, "max_sequences": max_sequences, "max_length": max_length}
-        self._kv = KVCache.paged(layouts, pages=pages, rollback=rollback, device=model.device, **options)
+        self._kv = KVCache.paged(
+            layouts,
+            pages=pages,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            rollback=rollback,
+            device=model.device,
+        )
         self._rollback, self._max_length = rollback, max_length
-        self.handles: list[Handle] = []  # of the rows
-        self._length = 0  # of each row, before the step that is open
-        self._step: Any = None  # the context of a step that is open, its layers, and its tokens for each row
-        self._open: Sequence[LayerCache] = ()
-        self._tokens = 0
-        self._handed: dict[int, HandedPages] = {}  # by layer, of the step that is open
-        self._running: list[int] = []  # ids of the models whose forwards run, the outermost first
+        self.handles: list[Handle] = []  # one handle per row
+        self._length = 0  # tokens per row before the open step
+        self._step: Any = None  # the context manager of the open step
+        self._open: Sequence[LayerCache] = ()  # the layers of the open step
+        self._tokens = 0  # new tokens per row in the open step
+        self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
+        self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
         for part in model.modules():
-            if part is model or isinstance(part, PreTrainedModel):  # any of these may be called by itself
+            if part is model or isinstance(part, PreTrainedModel):  # users may call any of these directly
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
 
     @property
     def as_argument(self) -> dict[str, "PagedCache"]:
-        """The cache by its argument's name in this transformers: ``cache``, or ``past_key_values`` before
-        5.24.
-        """
+        """The cache as a keyword argument: ``cache``, or ``past_key_values`` before transformers 5.24."""
         return {"cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values": self}
 
     @property
     def kv(self) -> KVCache:
-        """The cache itself, between steps: its lengths and bytes."""
-        self._settle()
+        """The underlying KVCache, with its lengths and bytes; reading this property closes the open step."""
+        self._close_step()
         return self._kv
 
     @property
     def length(self) -> int:
-        """The tokens of each row, padding included."""
+        """The number of tokens per row, padding included."""
         return self.length_of(0)
 
     def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``key`` and ``value`` ``[b, g, s, d]`` of a layer, and give what stands for all that is
-        stored.
+        """Store new keys and values ``[b, g, s, d]`` of a layer, and return all its keys and values.
+
+        In the first step these are the arguments themselves, later they are placeholders for pages.
         """
         b, s = key.shape[0], key.shape[2]
         if index == 0:
             self._begin(b, s)
         if self._step is None or (b, s) != (len(self.handles), self._tokens):
             raise RuntimeError(
-                f"update: expected layer {index} in the step of {self._tokens} tokens for each of "
-                f"{len(self.handles)} rows that layer 0 began, got {s} for each of {b}"
+                f"update: layer {index}: expected {self._tokens} tokens in each of {len(self.handles)} rows, "
+                f"as layer 0 had in this step, got {s} tokens in each of {b}"
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise NotImplementedError(
-                "hf.PagedCache: expected no gradients, which pages do not carry, got keys that require them; "
-                "call the model under torch.no_grad(), or with use_cache=False"
+                "hf.PagedCache: expected no gradients, which pages cannot carry, got keys or values that "
+                "require them; call the model under torch.no_grad(), or with use_cache=False"
             )
         if not is_latent:
             check_shapes(index, layer.layout, key, value)
@@ -115,61 +123,61 @@ class PagedCache(Cache):
         if not self._length:
             return key, value
         pages = self._handed[index] = HandedPages(index, view)
-        return tuple(stand_in(x, self._length + s, pages) for x in (key, value))
+        return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:
-        """The tokens of each row that the layer has stored."""
+        """Return the number of tokens per row that a layer has stored."""
         return self._length + (self._tokens if self._step is not None and self._open[index].appended else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys by the end of a step of ``query_length``, which all layers count from 0, and that 0."""
-        self._settle()
+        """Return the number of keys after a step of ``query_length`` tokens, and the first key's index, 0."""
+        self._close_step()
         return self._length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on from row ``beam_idx[i]``."""
+        """Make row i continue row ``beam_idx[i]``."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order; a mask of rows keeps those that it shows."""
+        """Keep the rows at ``indices``, in this order, or the rows that a bool mask marks."""
         self._select(torch.arange(len(self.handles), device=indices.device)[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Fork each row into as many neighbours."""
+        """Replace each row with ``repeats`` adjacent forks of it."""
         self._select([row for row in range(len(self.handles)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of each row."""
+        """Remove the last ``-tokens_to_remove`` tokens of each row."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove: expected at most 0, as of every cache, got {tokens_to_remove}"
+                f"tokens_to_remove: expected at most 0, as in every cache, got {tokens_to_remove}"
             )
-        self._settle()
+        self._close_step()
         for handle in self.handles:
             self._kv.truncate(handle, self._length + tokens_to_remove)
         self._length += tokens_to_remove if self.handles else 0
 
     def activate_past_recording(self) -> None:
-        """Nothing, where tokens behind a window are kept.
+        """Check that rows can be cropped later; nothing else is needed.
 
         Raises:
-            ValueError: they are not, so that cropping would fail later.
+            ValueError: a layer has a window and ``rollback`` is 0, so that cropping would fail.
         """
         if not self._rollback and any(layout.window is not None for layout in self._kv.layouts):
-            raise ValueError("rollback: expected as many tokens as an assistant may take back, got 0")
+            raise ValueError("rollback: expected as many tokens as assisted generation may reject, got 0")
 
     def reset(self) -> None:
-        """Free all rows."""
+        """Free all rows, and undo the open step."""
         self._undo()
         self._kv.release(*self.handles)
         self.handles, self._length = [], 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The longest that a row may become; -1 where the pages alone say it."""
+        """Return the maximum length of a row, or -1 if only the number of pages limits it."""
         return -1 if self._max_length is None else self._max_length
 
     def _begin(self, rows: int, tokens: int) -> None:
-        self._settle()
+        self._close_step()
         if not self.handles:
             self.handles = self._kv.admit(rows)
         if rows != len(self.handles):
@@ -181,14 +189,14 @@ class PagedCache(Cache):
         self._step, self._tokens = step, tokens
 
     def begin_of_forward(self, model: nn.Module) -> None:
-        """Count the forward among those that run."""
+        """Record that a forward of ``model`` has begun."""
         self._running.append(id(model))
 
     def end_of_forward(self, model: nn.Module, output: Any) -> None:
-        """Keep the step of the outermost forward when it ends; undo it if the forward raised, and gave None.
+        """Close the open step when the outermost forward ends, or undo it if the forward raised (no output).
 
         Raises:
-            RuntimeError: some layer stored nothing, or nobody attended to its pages.
+            RuntimeError: a layer stored nothing, or attention did not read its pages.
         """
         at = self._running.index(id(model)) if id(model) in self._running else 0
         del self._running[at:]
@@ -200,18 +208,18 @@ class PagedCache(Cache):
             missing = next(index for index, layer in enumerate(self._open) if not layer.appended)
             self._undo()
             raise RuntimeError(
-                f"layer {missing}: expected keys and values in every step, got none; the step is undone"
+                f"layer {missing}: expected keys and values in every step, got none; the step was undone"
             )
         else:
-            self._settle()
+            self._close_step()
 
-    def _settle(self) -> None:
-        """End the step that is open, as late as this, since its views are read after its last append.
+    def _close_step(self) -> None:
+        """Close the open step. It stays open until now because its views are read after the last append.
 
-        A step of which some layers have nothing is one whose model raised midway: it is undone.
+        If some layers stored nothing, the model raised midway, and the step is undone.
 
         Raises:
-            RuntimeError: nobody attended to the pages of some layer.
+            RuntimeError: attention did not read the pages of a layer.
         """
         if self._step is None:
             return
@@ -221,9 +229,9 @@ class PagedCache(Cache):
         elif unread:
             self._undo()
             raise RuntimeError(
-                f"layer {unread[0]}: expected attention to the pages that update() handed out, got none; the "
-                "model computes with them, or calls another attention. The step is undone; use a "
-                "DynamicCache for this model"
+                f"layer {unread[0]}: expected attention to the pages that update() returned, got none; the "
+                "model changes what update() returned, or calls another attention implementation. The step "
+                "was undone; use a DynamicCache for this model"
             )
         else:
             step, self._step = self._step, None
@@ -232,7 +240,7 @@ class PagedCache(Cache):
             self._length += self._tokens
 
     def _undo(self) -> None:
-        """Take back the step that is open, and the rows that it began."""
+        """Abort the open step, and free its rows if the step created them."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -244,8 +252,8 @@ class PagedCache(Cache):
             self.handles = []
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Let the rows be copies of these, which share what is stored."""
-        self._settle()
+        """Make row i a copy of the old row ``rows[i]``; copies share pages, and unused old rows are freed."""
+        self._close_step()
         self._kv.release(*(handle for row, handle in enumerate(self.handles) if row not in rows))
         used: set[int] = set()
         chosen = []
@@ -256,11 +264,11 @@ class PagedCache(Cache):
 
 
 class _Aborted(Exception):
-    """What undoes a step."""
+    """The exception that aborts an open step."""
 
 
 class PagedLayer(CacheLayerMixin):
-    """A layer of a :class:`PagedCache`."""
+    """One layer of a :class:`PagedCache`, as transformers expects it."""
 
     def __init__(self, cache: PagedCache, index: int):
         self._cache, self._index = cache, index
@@ -270,39 +278,35 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> NoReturn:
-        """Refuse: keys and values lie in pages.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Always raise NotImplementedError: keys and values lie in pages."""
         raise NotImplementedError(
-            f"layer {self._index}: expected no reading of cached keys or values, which hf.PagedCache stores "
-            "in pages; use a DynamicCache for this model"
+            f"layer {self._index}: expected no direct access to cached keys or values, which hf.PagedCache "
+            "stores in pages; use a DynamicCache for this model"
         )
 
     @keys.setter
     def keys(self, x: Tensor | None) -> None:
-        """Ignore what transformers sets for a layer without tokens."""
+        """Ignore the None that transformers assigns to a layer without tokens."""
 
     values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: pages are there from the start."""
+        """Do nothing: the pages already exist."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`PagedCache.append`."""
+        """Store new keys and values; see :meth:`PagedCache.append`."""
         return self._cache.append(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As :meth:`PagedCache.get_mask_sizes`."""
+        """Return the number of keys and the first key's index; see :meth:`PagedCache.get_mask_sizes`."""
         return self._cache.get_mask_sizes(query_length, self._index)
 
     def get_seq_length(self) -> int:
-        """As :meth:`PagedCache.length_of`."""
+        """Return the number of tokens per row; see :meth:`PagedCache.length_of`."""
         return self._cache.length_of(self._index)
 
     def get_max_length(self) -> int:
-        """As :meth:`PagedCache.get_max_length`."""
+        """Return the maximum length of a row; see :meth:`PagedCache.get_max_length`."""
         return self._cache.get_max_length()

@@ -1,4 +1,4 @@
-"""Attention to pages, and what stands for them where a model of transformers hands on keys and values."""
+"""Attention over pages, and the placeholder keys and values that carry pages through a transformers model."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from .latents import absorbed, expanded, may_absorb, unabsorbed
 
 
 class HandedPages:
-    """The pages of one layer in one step, for which stand-ins of keys and values are handed to the model."""
+    """The pages of one layer in one step; placeholder keys and values carry them through the model."""
 
     def __init__(self, layer: int, view: KVView):
         self.layer = layer
@@ -28,9 +28,11 @@ class HandedPages:
         self.was_read = False
 
 
-def stand_in(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
-    """Return NaN in the shape of ``x`` ``[b, g, s, d]`` over ``tokens``, which takes no memory and names the
-    pages.
+def placeholder(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
+    """Return a placeholder ``[b, g, tokens, d]`` for keys or values ``x`` ``[b, g, s, d]``.
+
+    The placeholder is an expanded NaN scalar, so it takes no memory. It refers to ``pages`` as
+    ``handed_pages``.
     """
     standing = x.new_full((), torch.nan).expand(*x.shape[:2], tokens, x.shape[3])
     standing.handed_pages = pages
@@ -38,31 +40,29 @@ def stand_in(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
 
 
 def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
-    """The pages that keys and values stand for; None of tensors that stand for themselves.
+    """Return the pages behind placeholder keys and values, or None if both tensors are ordinary.
 
     Raises:
-        NotImplementedError: only one of them came back as it was handed out.
+        NotImplementedError: only one of the two is still a placeholder.
     """
     pages, of_value = (getattr(x, "handed_pages", None) for x in (key, value))
     if pages is not of_value:
         changed, handed = ("key", of_value) if pages is None else ("value", pages)
         raise NotImplementedError(
-            f"layer {handed.layer}, {changed}: expected what hf.PagedCache handed out, got another tensor; "
-            "the model computes with its cached keys or values before attention: use a DynamicCache for it"
+            f"layer {handed.layer}, {changed}: expected what hf.PagedCache returned, got another tensor; "
+            "the model changes cached keys or values before attention, so use a DynamicCache for it"
         )
     return pages
 
 
 class ForwardHook:
-    """A hook that tells a cache of a model's forwards, as long as the cache lives; copies of the model tell
-    nobody.
-    """
+    """A hook that notifies a cache of a model's forwards while the cache lives; model copies lose it."""
 
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
 
     def cache(self) -> Any:
-        """Return the cache; None if there is none, or under a compiler."""
+        """Return the cache, or None if there is none or a compiler is tracing."""
         return None if self._cache is None or torch.compiler.is_compiling() else self._cache()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -70,7 +70,7 @@ class ForwardHook:
 
 
 class BeginOfForward(ForwardHook):
-    """The hook before a forward."""
+    """The forward pre-hook: it notifies the cache that a forward begins."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if (cache := self.cache()) is not None:
@@ -78,7 +78,7 @@ class BeginOfForward(ForwardHook):
 
 
 class EndOfForward(ForwardHook):
-    """The hook after a forward, also one that raised: its output is None then."""
+    """The forward hook: it notifies the cache that a forward ended; output is None if the forward raised."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (cache := self.cache()) is not None:
@@ -93,14 +93,17 @@ def attention_to_pages(
     bias: Tensor | None,
     options: dict[str, object],
 ) -> Tensor:
-    """Attention ``[b, s, h, e]`` of query ``[b, h, s, d]``, the last tokens of rows, to what ``key`` stands
-    for.
+    """Compute attention of ``query`` ``[b, h, s, d]`` over the pages behind the placeholder ``key``.
 
-    A bool ``attention_mask`` ``[b, t]`` hides what is padded, on the left, since what comes later is hidden
-    anyway; one ``[b, 1, s, t]`` says all but the window; an additive one is added to the ``bias``.
+    Returns ``[b, s, h, e]``. The queries are the last ``s`` tokens of each row. ``attention_mask`` has one
+    of three forms:
+
+    - bool ``[b, t]`` hides the padding on the left; padding on the right is hidden by the causal mask anyway.
+    - bool ``[b, 1, s, t]`` is the whole mask except for the layer's window.
+    - float masks are added to ``bias``.
 
     Raises:
-        NotImplementedError: documents, which begin again within a row.
+        NotImplementedError: the mask holds document numbers, because positions restart within a row.
     """
     (b, _, s, _), pages = query.shape, key.handed_pages
     pages.was_read, view = True, pages.view
@@ -110,12 +113,12 @@ def attention_to_pages(
         bounds, attention_mask = read(attention_mask)
         if attention_mask.dtype != torch.bool:
             raise NotImplementedError(
-                "position_ids: they begin again within a row of a cache, which keeps one sequence"
+                "position_ids: expected one sequence per cache row, got positions that restart within a row"
             )
         starts, _ = bounds or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
-        mask = mask_tensor(attention_mask)  # which may show what comes later, as parts of an image
+        mask = mask_tensor(attention_mask)  # may show later keys, such as the rest of an image
         mask = mask if window is None else Mask(window - 1, None) & mask
     elif attention_mask is not None:
         bias = attention_mask if bias is None else bias + attention_mask
@@ -132,6 +135,6 @@ def attention_to_pages(
 
 
 def _keys(module: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys ``[c, h, n + p]`` and values ``[c, h, e]`` of latents ``[c, r]`` and rotary keys ``[c, p]``."""
+    """Expand latents ``[c, r]`` and rotary keys ``[c, p]``: keys ``[c, h, n + p]``, values ``[c, h, e]``."""
     k, v = expanded(module, k_rope[None, None], latent[None, None])
     return k[0].transpose(0, 1), v[0].transpose(0, 1)

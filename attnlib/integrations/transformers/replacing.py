@@ -1,6 +1,4 @@
-"""Layers of attnlib in the place of a model's own attention: what the model calls them with, and its weights'
-names.
-"""
+"""Replace a model's attention with attnlib layers, behind transformers' call signature and weight names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +20,7 @@ from .weights import rename_loaded, rename_saved, theirs_of
 
 
 class ReplacedAttention(nn.Module):
-    """``layer`` of attnlib, as a model of transformers calls its attention."""
+    """An attnlib ``layer`` that a transformers model calls like its own attention."""
 
     def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
         super().__init__()
@@ -45,20 +43,19 @@ class ReplacedAttention(nn.Module):
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Of ``hidden_states`` ``[b, s, m]``, and as many None as the model expects beside it.
+        """Return the output for ``hidden_states`` ``[b, s, m]``, and further values that the model expects.
 
-        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer. The ``cache`` was called
-        ``past_key_values`` before transformers 5.24; GPT-NeoX calls it ``layer_past``.
+        T5 calls its mask ``mask`` and passes a bias from layer to layer, which is 0 here. The argument
+        ``cache`` was called ``past_key_values`` before transformers 5.24; GPT-NeoX calls it ``layer_past``.
         """
         older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
         cache = next((x for x in (cache, *older) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
-        at = self._positions(hidden_states, kwargs.get("position_ids"), cache)
-        q = self._query(hidden_states, angles, at)
+        positions = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         key, value = self._stored(hidden_states, angles, cache, key_value_states)
         out, _ = attention_forward(
             self,
-            q,
+            self._query(hidden_states, angles, positions),
             key,
             value,
             mask if attention_mask is None else attention_mask,
@@ -75,25 +72,26 @@ class ReplacedAttention(nn.Module):
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
 
     def _angles(self, theirs: Angles | None, position_ids: Tensor | None) -> Angles | None:
-        """Those that the model made for all layers, if this one turns."""
+        """Return the rope angles that the model made for all layers, or None if this layer has no rope."""
         return None if self.layer.rope is None else theirs
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor | None:
-        """What a temperature counts: positions, or all tokens of a row."""
+        """Return the positions for the temperature: position ids, or token indices if padding counts."""
         if self.layer.temperature is None or not self.family.counts_padding:
             return position_ids
         stored = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         return torch.arange(x.shape[1], device=x.device) + stored
 
     def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """``[b, h, s, d]``."""
+        """Return the queries ``[b, h, s, d]``."""
         return self.layer.query(x, angles, positions).transpose(1, 2)
 
     def _stored(
         self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of x and of what is cached; of a ``source`` in cross-attention, which is cached
-        once.
+        """Return the keys and values of ``x`` and of the cache.
+
+        Cross-attention uses those of ``source`` instead, and caches them only once.
         """
         is_stored = False
         if isinstance(cache, EncoderDecoderCache):
@@ -107,15 +105,13 @@ class ReplacedAttention(nn.Module):
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """What a token stores, ``[b, g, s, d]`` each."""
+        """Return the tensors that the cache stores for each token, ``[b, g, s, d]`` each."""
         k, v = self.layer.key_value(x, angles)
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
 class ReplacedLatentAttention(ReplacedAttention):
-    """The same of a layer over latents, which are what is cached, and are absorbed as :mod:`.latents`
-    says.
-    """
+    """A replaced MLA layer: the cache holds latents, and attention absorbs them as in :mod:`.latents`."""
 
     def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
         super().__init__(layer, family, config, index)
@@ -124,11 +120,11 @@ class ReplacedLatentAttention(ReplacedAttention):
 
     @property
     def kv_b_proj(self) -> nn.Module:
-        """The up-projection of keys and values."""
+        """The up-projection from latents to keys and values."""
         return self.layer.kv_b_proj
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[b, h, t, n + p]`` and values ``[b, h, t, e]``."""
+        """Expand latents to keys ``[b, h, t, n + p]`` and values ``[b, h, t, e]``."""
         k, v = self.layer.expand(latent[:, 0], k_rope[:, 0])
         return k.transpose(1, 2), v.transpose(1, 2)
 
@@ -149,37 +145,37 @@ class ReplacedLatentAttention(ReplacedAttention):
 
 
 class ReplacedRotary(nn.Module):
-    """The angles of a step, once for all layers with the same rope; ``ropes`` are by the layers' type."""
+    """Rope angles, computed once per step for all layers that share a rope; ``ropes`` are by layer type."""
 
     def __init__(self, ropes: Mapping[str, Rope]):
         super().__init__()
         self.ropes: dict[str, Rope] = dict(ropes)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
-        """Of ``position_ids`` ``[b, s]``; ``x`` is not looked at."""
+        """Return the angles at ``position_ids`` ``[b, s]``; ``x`` is ignored."""
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
         return angles_at(rope, position_ids)
 
 
 def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
-    """Angles at ``position_ids`` ``[b, s]``, of a rope that may depend on how far they go."""
+    """Return the angles at ``position_ids`` ``[b, s]``, also for ropes that depend on the sequence length."""
     if not rope.needs_length:
         return rope.angles(position_ids)
     if not isinstance(rope.scaling, LongRoPE):
         return rope.angles(position_ids, length=int(position_ids.max()) + 1)
     original = rope.scaling.original_max_position
     short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
-    is_long = position_ids.max() >= original  # chosen on the device
+    is_long = position_ids.max() >= original  # stays on the device, to avoid a sync
     cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
     return Angles(cos, sin, rope.interleaved)
 
 
 def replace_attention(model: nn.Module) -> None:
-    """Put layers of attnlib, with the model's weights, where its known families have theirs.
+    """Replace the attention of known families in a model with attnlib layers that have the same weights.
 
     Raises:
         ValueError: the model has no attention of a known family.
-        NotImplementedError: of a known one, something is not known.
+        NotImplementedError: the family is known, but a field of its config is not.
     """
     made = [(path, module, _replaced(module, *at)) for path, module, at in attention_of(model)]
     if not made:
@@ -194,13 +190,13 @@ def replace_attention(model: nn.Module) -> None:
         put(module, family.place, attention)
         for name, _ in family.weights:
             if not name.startswith(f"{family.place}."):
-                put(module, name, nn.Identity())  # which the layer does itself
+                put(module, name, nn.Identity())  # the attnlib layer does its work
         _keep_names(module, family, f"{family.place}.layer.")
     put_angles(model, [(x.config, x.layer_idx, x.layer.rope) for _, _, x in made])
 
 
 def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) -> None:
-    """Have a model make angles by these ropes, each that of a config's layer of this number."""
+    """Make a model compute its rope angles with ``ropes``, each given as (config, layer number, rope)."""
     found: dict[int, dict[str, Rope]] = {}
     for config, index, rope in ropes:
         if rope is not None:
@@ -211,7 +207,7 @@ def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) 
 
 
 def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:
-    """The name, the module, and the part and index of each attention that a known family has."""
+    """Yield the path, the module and the (part, index) of every attention module of a known family."""
     for path, module in model.named_modules():
         config = config_of(module)
         for (model_type, part), family in FAMILIES.items() if config is not None else ():
@@ -222,7 +218,7 @@ def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, 
 
 
 def config_of(module: nn.Module) -> Any:
-    """The config by which the module, or what it holds, was made."""
+    """Return the config of a module or of one of its children, or None."""
     holders = (module, *module.children())
     return next((x.config for x in holders if hasattr(getattr(x, "config", None), "model_type")), None)
 
@@ -243,14 +239,12 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
 
 
 def put(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put a module in the place of another one."""
+    """Replace the submodule at ``path``."""
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, module)
 
 
 def _keep_names(owner: nn.Module, family: Family, inner: str) -> None:
-    """Let state dicts have transformers' names and shapes, so that what is saved is a folder of the family's
-    own.
-    """
+    """Give state dicts transformers' names and shapes, so that saved models are stock folders."""
     owner.register_state_dict_post_hook(partial(rename_saved, family, inner))
     owner.register_load_state_dict_pre_hook(partial(rename_loaded, family, inner))

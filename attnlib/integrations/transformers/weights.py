@@ -1,4 +1,4 @@
-"""The weights of a layer by the names of transformers' module, and by ours."""
+"""Convert weight names and shapes between transformers' attention modules and attnlib's layers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ PARAMETERS = ("weight", "bias")
 
 
 def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
-    """Their tensors by our names, for a layer whose shapes say how fused ones are split.
+    """Convert transformers' tensors to attnlib's names, and split fused ones into the shapes of ``layer``.
 
     Raises:
-        ValueError: a name or a shape is not that of the layer.
+        ValueError: a name or a shape does not fit the layer.
     """
     left, ours = dict(theirs), {}
     own = layer.state_dict()
@@ -26,33 +26,34 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
             family, name, left.pop(name), {part: own[part].shape for part in names}, layer.num_heads
         )
     if left:
-        raise ValueError(f"{min(left)}: the layer has no such weight; fold adapters and packed weights first")
+        raise ValueError(
+            f"{min(left)}: the layer has no such weight; merge adapters and unpack weights first"
+        )
     return ours
 
 
 def theirs_of(family: Family, layer: nn.Module) -> dict[str, str]:
-    """The name of what each of our tensors is in, or is."""
+    """Map each attnlib tensor name to the transformers tensor that contains it."""
     return {part: name for name, names in _pairs(family, layer.state_dict()) for part in names}
 
 
 def rename_saved(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object
 ) -> None:
-    """A hook after ``owner.state_dict()``: what lies in ``inner`` gets their names and shapes, in place.
+    """State-dict hook of ``owner``: give tensors under ``inner`` transformers' names and shapes, in place.
 
-    What they do not have, such as an adapter and what it wraps, keeps its name.
+    Tensors that transformers does not have, such as an adapter and the layer that it wraps, keep their names.
     """
     begin, heads = prefix + inner, owner.get_submodule(inner.removesuffix(".")).num_heads
     own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
     for name, names in _pairs(family, own):
-        parts = [state.pop(begin + part) for part in names]
-        state[prefix + name] = fused(family, parts, heads).contiguous()
+        state[prefix + name] = fused(family, [state.pop(begin + part) for part in names], heads).contiguous()
 
 
 def rename_loaded(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """A hook before ``owner.load_state_dict()``: the inverse of :func:`rename_saved`, of what there is."""
+    """Load hook of ``owner``: undo :func:`rename_saved` for every tensor that is present."""
     layer = owner.get_submodule(inner.removesuffix("."))
     own = layer.state_dict()
     for name, names in _pairs(family, own):
@@ -65,7 +66,7 @@ def rename_loaded(
 def _split(
     family: Family, name: str, x: Tensor, shapes: Mapping[str, tuple[int, ...]], heads: int
 ) -> dict[str, Tensor]:
-    """Our tensors in theirs, which may be transposed, and hold several of these shapes."""
+    """Split a transformers tensor, which may be transposed or fused, into attnlib tensors of these shapes."""
     sizes, rest = [shape[0] for shape in shapes.values()], next(iter(shapes.values()))[1:]
     wanted = (sum(sizes), *rest)
     wanted = wanted[::-1] if family.is_transposed else wanted
@@ -77,7 +78,7 @@ def _split(
 
 
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Their name of each of our tensors that there are, and our names in it."""
+    """Yield the name of each transformers tensor, and the names of the attnlib tensors in it."""
     for module, parts in family.weights:
         if not module:  # parameters of the layer itself
             yield from ((name, [name]) for name in parts if name in own)
