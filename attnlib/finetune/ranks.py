@@ -63,19 +63,24 @@ class WorkerGroup:
         Raises:
             ElsewhereError: on the other ranks, if ``action`` failed; the first rank raises its error.
         """
-        failed, result = None, [None]
+        failed, result = None, b""
         if self.is_first:
             try:
-                result = [action()]
+                result = action().encode()
             except BaseException as error:
                 failed = error
         if self.mesh is not None:
-            dist.broadcast_object_list(result, 0, device=self.device)
+            length = torch.tensor([-1 if failed else len(result)], device=self.device)
+            dist.broadcast(length, 0)
+            if length >= 0:
+                data = torch.tensor(list(result) or [0] * int(length), dtype=torch.uint8, device=self.device)
+                dist.broadcast(data, 0)
+                result = bytes(data.tolist())
+            elif not self.is_first:
+                raise ElsewhereError("the first rank failed; see its error message")
         if failed:
             raise failed
-        if result[0] is None:
-            raise ElsewhereError("the first rank failed; see its error message")
-        return result[0]
+        return result.decode()
 
 
 def whole(x: Tensor) -> Tensor:
