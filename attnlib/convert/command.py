@@ -1,4 +1,4 @@
-"""``python -m attnlib convert``: its options, and what it does with them."""
+"""The command ``python -m attnlib convert``: its options and what it runs."""
 
 import argparse
 import math
@@ -29,10 +29,8 @@ from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
-MISREAD = (
-    "Linear",
-    "Llama3",
-)  # scalings of ropes under latents, by loaders that were run; see docs/conversion.md
+# Rope scalings of latent models that other loaders read wrongly; docs/conversion.md lists the loaders tested.
+MISREAD = ("Linear", "Llama3")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
@@ -45,7 +43,7 @@ exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of ``convert`` to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "A checkpoint folder into one with a smaller KV cache, which stock loaders load."
     parser.epilog = EPILOG
@@ -74,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert and print a summary; returns the exit code."""
+    """Convert, print a summary, and return the exit code."""
     try:
         report = _convert(arguments)
     except KeyboardInterrupt as error:
@@ -89,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """The report in a few lines."""
+    """Return a conversion report in a few lines of text."""
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.said_of(report["settings"]), _largest_error(report)]
@@ -111,8 +109,9 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
 
 
 def _largest_error(report: Mapping) -> str:
-    """The largest error of the result, and beside it what plain SVD has there; None, not finite, is larger
-    than any.
+    """Return a line with the largest layer error, next to the error of a plain SVD if it was measured.
+
+    None in a report stands for an error that is not finite, so it counts as larger than any number.
     """
     errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
     layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
@@ -129,7 +128,7 @@ def _number(error: float | None) -> float:
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     require_own_options(arguments)
     chosen = choice.Choice.of(arguments)
-    stock()  # whose absence should show before the work
+    stock()  # fail before the work if transformers is missing
     source = arguments.source.resolve()
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
     if arguments.kv_heads == model.shape.kv_heads:
@@ -137,7 +136,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
     target = target_of(arguments, model, calibrated=chosen is not None)
-    converter, options = target(None)  # which refuses wrong options, before a file is read whole
+    converter, options = target(None)  # refuses wrong options before any weights are read
     tokens, kept = None, None
     if chosen is not None:
         tokens, settings = chosen.tokens(source)
@@ -160,14 +159,15 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
             check=check,
             progress=not arguments.quiet,
         )
-    with suppress(ImportError):  # of matplotlib, which a result can do without
+    with suppress(ImportError):  # matplotlib is optional
         draw(report, arguments.out)
     return report
 
 
 def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
-    """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the
-    sample's.
+    """Return the check that compares source and result on text that was not used for calibration.
+
+    The text starts after the first ``used`` tokens, or is the held-out part of the bundled sample.
     """
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
@@ -187,7 +187,7 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> 
 
 
 def _bytes(text: str) -> int:
-    """``5GB`` or ``500MiB`` as bytes."""
+    """Parse ``5GB`` or ``500MiB`` into bytes."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Z]*)", text.strip().upper())
     if match is None or match[2] not in dict(UNITS):
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")

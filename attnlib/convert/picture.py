@@ -1,4 +1,4 @@
-"""A conversion as a picture: what each layer lost, and what it stores."""
+"""The conversion report as a chart: error and size of each layer."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ PICTURE = "conversion_report.png"
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
-    """Write ``report`` into ``folder`` as PNG: the errors of each layer and, where layers differ, their
-    sizes.
+    """Write a chart of ``report`` into ``folder`` as PNG: the errors of each layer, and the layer sizes.
+
+    Sizes are shown only if ``report`` lists them per layer.
 
     Raises:
         ImportError: matplotlib is not installed.

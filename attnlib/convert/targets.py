@@ -1,6 +1,4 @@
-"""What a command asks a checkpoint to become: its options held against the model, and the converter that they
-make.
-"""
+"""Conversion targets of the command: validate the options against the model and build the layer converter."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +31,14 @@ Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
 BEST_MERGE = "default: calibrated principal, else mean"
 BEST_GROUPING = "default: with a principal merge similar, else neighbours"
-OPTIONS = MappingProxyType(
+OPTIONS = MappingProxyType(  # by layer type
     {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}
-)  # of a kind of layers
+)
 SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of what a checkpoint becomes."""
+    """Add the options that choose a conversion target to ``parser``."""
     kinds = "fewer KV heads, latents, or layers for attnlib.load"
     parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
     heads = parser.add_argument_group("with --to gqa")
@@ -70,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_own_options(arguments: argparse.Namespace) -> None:
-    """Raises RequestError for an option that means nothing here, or without the number that this target
-    needs.
-    """
+    """Raise RequestError for an option that the target does not take, or if the target's size is missing."""
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
     known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
@@ -94,15 +90,16 @@ def require_own_options(arguments: argparse.Namespace) -> None:
 def target_of(
     arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
 ) -> Callable[[CalibrationStore | None], Made]:
-    """What makes the converter, and what a report says of it, of calibrations; of None to see what is
-    refused.
+    """Return a function that takes calibrations and builds the converter and its entries of the report.
+
+    Call the function with None to have wrong options refused before any calibration.
     """
     made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
     return partial(made, arguments, model, calibrated=calibrated)
 
 
 def device() -> str:
-    """What calibrates and factors: a GPU if there is one."""
+    """Return the device for calibration and factorization: ``cuda`` if available, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -161,8 +158,10 @@ def _to_mla(
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """The norm that is asked for; else the one without biases, which more loaders read, where it can be
-    made.
+    """Return the requested norm, or the default: ``calibrated`` if possible, else ``exact``.
+
+    More loaders read the calibrated norm, as it needs no biases. It requires a calibration text and a source
+    whose biases it can represent.
     """
     if asked == "exact" or not calibrated:
         with _refusals("--to mla"):
@@ -225,7 +224,7 @@ def _own_kind(
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Which kind of layers there shall be."""
+    """Return the layer type to convert to, ``gqa`` or ``mla``."""
     if arguments.to != "attnlib":
         return arguments.to
     if arguments.kv_heads is not None:
@@ -234,7 +233,7 @@ def _kind(arguments: argparse.Namespace) -> str:
 
 
 def _refusing(converter: LayerConverter) -> LayerConverter:
-    """The same, whose refusals are those of a wrong request."""
+    """Wrap a converter so that its errors become RequestErrors that name the layer."""
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         with _refusals(f"layer {shape.index}"):
@@ -245,7 +244,7 @@ def _refusing(converter: LayerConverter) -> LayerConverter:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """What mathematics refuses is a wrong request."""
+    """Turn errors of the conversion functions into RequestErrors that start with ``what``."""
     try:
         yield
     except (CheckpointError, RequestError, VerificationError):
