@@ -1,7 +1,7 @@
-"""What two folders say of the same tokens: one layer of one model in memory at a time, then some rows of
-their heads.
+"""Compare the logits of two checkpoints on the same tokens, with one layer of one model in memory at a time.
 
-A kind of model that cannot be run so is loaded whole, where it is small.
+After the last layer, the heads are applied to a slice of the vocabulary at a time. A model type that cannot
+be run layer by layer is loaded whole if it is small enough.
 """
 
 import math
@@ -20,13 +20,13 @@ from ..text.workers import side_by_side
 from .divergence import Divergence
 from .head import Head
 
-WHOLE = 2 * 10**9  # bytes of weights up to which a model is loaded whole
-WORDS, PLACES = 8192, 128  # logits that are in memory at once, for each worker
-ROWS = 16  # places whose logits are in fp64 at once
+WHOLE = 2 * 10**9  # load a model whole only up to this many bytes of weights
+WORDS, PLACES = 8192, 128  # vocabulary and positions of the logits that each worker holds at once
+ROWS = 16  # positions whose logits are cast to fp64 at once
 NONE = "none: the model has no head"
 
 Measures = dict[str, object]
-Said = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and what makes logits of them
+Said = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and the model's head
 
 
 def compare(
@@ -37,14 +37,15 @@ def compare(
     device: torch.device | str = "cpu",
     advance: Callable[[], object] = lambda: None,
 ) -> Measures | str:
-    """How far logits of ``new`` are from those of ``old`` over ``tokens`` ``[windows, n]``, in fp32.
+    """Measure how far the logits of ``new`` are from those of ``old``, in fp32.
 
-    The largest logit of ``old``, the largest difference, the mean KL divergence, and both perplexities of
-    each window's tokens behind its first; or why there are none. ``advance`` is told of each layer that all
-    windows have passed. On a CPU no bit depends on how many threads torch has, if n is a multiple of 16.
+    ``tokens`` is ``[windows, n]``. Return the largest logit of ``old``, the largest difference, the mean KL
+    divergence, and both models' perplexities over each window's tokens after the first. If there is nothing
+    to compare, return the reason as a string. ``advance`` is called after each layer. On a CPU, results are
+    bit-identical for any number of torch threads if n is a multiple of 16.
 
     Raises:
-        CheckpointError: a weight is missing or of another size, or a token has no embedding.
+        CheckpointError: a weight is missing or has the wrong size, or a token has no embedding.
     """
     try:
         streams = [TextLayers(checkpoint, device) for checkpoint in (old, new)]
@@ -78,7 +79,7 @@ def _streamed(
 
 
 def _through(module: nn.Module, states: Tensor) -> Tensor:
-    with torch.no_grad():  # which is a thread's own
+    with torch.no_grad():  # grad mode is per thread
         return module(states)
 
 
@@ -132,5 +133,5 @@ def _add(old: Head, new: Head, first: int, place: tuple[Tensor, Tensor, list[Div
 
 
 def _perplexity(nats: float) -> float | None:
-    """None where it is no number."""
+    """Return ``exp(nats)``; None if that overflows or is NaN."""
     return math.exp(nats) if nats < 700 else None
