@@ -78,7 +78,7 @@ class Head:
 
 
 def _in_fp32(stored: StoredTensor, device: torch.device | str, first: int, last: int) -> Tensor:
-    """Return rows of a stored tensor as new fp32 memory; the transfer to ``device`` is in the stored dtype."""
+    """Return rows of a stored tensor in new fp32 memory; they are sent to ``device`` in the stored dtype."""
     return stored.rows(first, last).to(device).to(torch.float32, copy=True)
 
 
