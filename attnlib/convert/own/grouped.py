@@ -1,4 +1,4 @@
-"""Layers of fewer KV heads, in attnlib's own form."""
+"""Converters to layers with fewer KV heads, in attnlib's own form."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from .kind import Kind, Measured
 
 
 class GroupedKind(Kind):
-    """Layers of fewer KV heads, whose number is their size; ``options`` are those of :func:`grouped`."""
+    """Layers with fewer KV heads; the size is the KV-head count, and :func:`grouped` takes the options."""
 
     def sizes(self, index: int) -> list[int]:
         heads = self.model.shape.kv_heads

@@ -1,5 +1,6 @@
-"""Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot
-say.
+"""Converters to latent layers in attnlib's own form.
+
+Unlike DeepSeek's config, this form supports windows, biases and any rope.
 """
 
 import math
@@ -31,13 +32,15 @@ from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import Spectrum
 from .kind import Kind, Measured
 
-ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
-STEP = 16  # between ranks that are weighed against each other
+ROPE_DIM = 64  # default number of rotary channels; fewer if the source has fewer
+STEP = 16  # distance between the candidate ranks
 
 
 class _Read(NamedTuple):
-    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer
-    turns lose.
+    """A layer decomposed for truncation to any rank.
+
+    ``whole`` is the latent of full rank, ``seen`` the inputs, ``cost`` and ``queries`` weigh errors of the
+    latent and of the queries, and ``turned`` is the share of scores lost by rotating fewer channels.
     """
 
     whole: Latent
@@ -48,10 +51,10 @@ class _Read(NamedTuple):
 
 
 class LatentKind(Kind):
-    """Layers over latents, whose rank is their size.
+    """Latent layers (MLA); the size is the rank.
 
-    ``options`` are ``rope_dim`` (None: a usual one), ``q_rank`` of queries (None: they have no latent) and
-    ``reach``.
+    ``options`` are ``rope_dim`` (None for the default), ``q_rank``, the rank of queries (None for queries
+    without a latent), and ``reach``.
     """
 
     def sizes(self, index: int) -> list[int]:
@@ -75,7 +78,7 @@ class LatentKind(Kind):
             qk_nope_head_dim=self._still(index),
             qk_rope_head_dim=rope_dim,
             v_head_dim=shape.head_dim,
-            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # which ones, only the layer tells
+            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders until conversion
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
         )
@@ -101,7 +104,7 @@ class LatentKind(Kind):
         shape: LayerShape,
         size: int,
     ) -> ConvertedLayer:
-        """The layer of this size; the whole one needs no spectrum."""
+        """Return the layer of this size; full rank needs no spectrum."""
         latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
         keys, values = read.cost.shares(read.whole, latent, read.seen)
         lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
@@ -128,7 +131,8 @@ class LatentKind(Kind):
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
-        if self._rope_dim(shape.index) < self._rotary(shape.index):  # else no pair is mixed, and bits stay
+        # With all rotary channels no pairs are mixed, and even_queries would change bits for nothing.
+        if self._rope_dim(shape.index) < self._rotary(shape.index):
             heads = even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
@@ -136,21 +140,24 @@ class LatentKind(Kind):
         return _Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
 
     def _rotary(self, index: int) -> int:
-        """The rotary channels of all KV heads."""
+        """Return the number of rotary channels of all KV heads together."""
         rope = rope_of(self.model.config, index)
         return 0 if rope is None else rope.dim * self.model.shape.kv_heads
 
     def _rope_dim(self, index: int) -> int:
-        """As many of them as are asked for; a layer that has none keeps none."""
+        """Return the requested number of rotary channels or the default; 0 for a layer without rope."""
         rotary, asked = self._rotary(index), self.options["rope_dim"]
         return min(ROPE_DIM, rotary) if asked is None or not rotary else asked
 
     def _whole(self, index: int) -> int:
-        """The rank of the whole latent."""
+        """Return the rank of the full latent."""
         return 2 * self.model.shape.kv_heads * self.model.shape.head_dim - self._rope_dim(index)
 
     def _still(self, index: int) -> int:
-        """The channels of a query that do not turn: all of a head, where some pairs turn no more."""
+        """Return the number of unrotated channels of a query.
+
+        That is the whole head if some pairs are no longer rotated.
+        """
         shape, rotary = self.model.shape, self._rotary(index)
         if self._rope_dim(index) < rotary:
             return shape.head_dim
@@ -158,7 +165,7 @@ class LatentKind(Kind):
 
 
 def _widened(latent: Latent, width: int) -> Latent:
-    """The same with so many channels that do not turn; those that are added are 0."""
+    """Pad the latent with zero channels to ``width`` unrotated channels."""
     more = width - latent.to_nope.shape[1]
     return replace(
         latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more))
