@@ -1,6 +1,4 @@
-"""Which text a conversion is calibrated on, by the options of the command: a file, a bundled sample, or
-none.
-"""
+"""Choose the calibration text by the command's options: a file, the bundled sample, or none."""
 
 import argparse
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ OPTIONS = ("text", "samples", "length", "keep_calibration")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a calibration."""
+    """Add the calibration options to ``parser``."""
     text = parser.add_argument_group("calibration on text")
     text.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it (default: a sample)"
@@ -44,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text in ``file`` (None: the sample), cut into ``samples`` of ``length`` tokens, and where
-    ``kept``.
+    """A text ``file`` (None for the sample), cut into ``samples`` of ``length`` tokens, and a folder to keep.
+
+    ``kept`` is the folder where calibrations are stored for later runs, or None.
     """
 
     file: Path | None
@@ -55,10 +54,10 @@ class Choice:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Choice | None":
-        """What the options say; None: no calibration.
+        """Return the choice in the options; None for no calibration.
 
         Raises:
-            RequestError: an option that means nothing without one.
+            RequestError: an option requires a calibration.
         """
         if not arguments.no_calibration:
             return cls(arguments.text, arguments.samples, arguments.length, arguments.keep_calibration)
@@ -68,7 +67,7 @@ class Choice:
         return None
 
     def tokens(self, source: Path) -> tuple[Tensor, dict[str, object]]:
-        """The text's tokens by the tokenizer of ``source``, and what a report says of them.
+        """Return the text's tokens from the tokenizer of ``source``, and their entries in the report.
 
         Raises:
             RequestError, CheckpointError: as :func:`read_text` and :func:`tokens_of`.
@@ -81,16 +80,16 @@ class Choice:
                     LENGTH, getattr(read_config(source).get_text_config(), "max_position_embeddings", LENGTH)
                 )
             tokens = tokens_of(source, text, samples=samples, length=length)
-        samples, length = tokens.shape  # of a short text there are fewer
+        samples, length = tokens.shape  # a short text gives fewer samples
         said = {"text_sha256": sha256, "samples": samples, "length": length}
         said |= {"text": SAMPLE} if self.file is None else {}
         return tokens, {"calibration": said, "transformers": stock().__version__}
 
     def place(self, out: Path, *, is_left: bool) -> CalibrationPath:
-        """Where the calibration of a conversion to ``out`` is kept.
+        """Return the path where the calibration of a conversion to ``out`` is stored.
 
         Raises:
-            RequestError: it can be no folder.
+            RequestError: the folder of ``--keep-calibration`` cannot be created.
         """
         if self.kept is None:
             return CalibrationPath(out.absolute().with_name(f"{out.name}.calibration-"), is_left=is_left)
@@ -105,12 +104,12 @@ class Choice:
 
 
 def bundled() -> bytes:
-    """The sample: passages that take turns, of four books in English from 1788 to 1865."""
+    """Return the bundled sample: alternating passages of four English books from 1788 to 1865."""
     return calibrated()
 
 
 def said_of(settings: Mapping[str, object]) -> str:
-    """A line on what a conversion with these settings was calibrated on."""
+    """Return a line for the summary on the calibration text in ``settings``."""
     calibration = settings["calibration"]
     if isinstance(calibration, str):
         return f"calibrated on: {calibration}"
