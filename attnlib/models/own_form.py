@@ -1,8 +1,8 @@
-"""attnlib's own form of a model's config.json: any decoder, each of whose attention layers may be of a kind
-of its own.
+"""attnlib's own form of config.json: any decoder, whose attention layers may differ in type and size.
 
-``model_type`` is "attnlib", so that no loader takes the folder for what it is not. ``base`` is the config of
-the model that it was, which still says all else, and ``layers`` tells what each attention layer has become.
+``model_type`` is "attnlib", so that no other loader mistakes the folder for the original model. ``base`` is
+the config of the source model, which still describes everything else, and ``layers`` has one entry per
+attention layer.
 """
 
 import math
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 KIND, VERSION = "attnlib", 1
-MAX_SIZE = 2**24  # of heads, channels or a rank; a larger number is a mistake or an attack
-INNER = "layer."  # begins the names of an attention layer's own weights, which are those of attnlib's layers
+MAX_SIZE = 2**24  # limit for heads, channels and ranks: anything larger is a mistake or an attack
+INNER = "layer."  # prefix of an attention's weight names; the rest is the name in attnlib's layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedForm:
-    """A layer that is as ``base`` says but for its KV heads."""
+    """A layer that differs from ``base`` only in its KV-head count."""
 
     num_key_value_heads: int
 
@@ -26,11 +26,11 @@ class GroupedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
-    """A layer over latents, by DeepSeek's names; q_lora_rank is null where queries have no latent.
+    """A latent layer, with DeepSeek's field names; ``q_lora_rank`` is null if queries have no latent.
 
-    Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is
-    of all projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of queries.
-    ``norm_eps`` is that of the latents' norms.
+    Rotary pair c uses the frequency of pair ``rope_pairs[c]`` of the rope in ``base``. ``bias`` adds biases
+    to the projections for which DeepSeek has the option, ``query_bias`` to the projection that outputs the
+    query heads. ``norm_eps`` is the epsilon of the latent norms.
     """
 
     kv_lora_rank: int
@@ -72,12 +72,12 @@ LayerForm = GroupedForm | LatentForm
 
 
 def is_own(config: Mapping[str, object]) -> bool:
-    """Whether a config.json is of this form."""
+    """True if a config.json is in attnlib's own form."""
     return config.get("model_type") == KIND
 
 
 def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> dict[str, object]:
-    """config.json of a model of config ``base`` whose attention layers are these.
+    """Return the config.json of a model with config ``base`` and these attention layers.
 
     >>> own_config({"model_type": "llama"}, [GroupedForm(num_key_value_heads=2)])["layers"]
     [{'num_key_value_heads': 2}]
@@ -91,10 +91,10 @@ def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> 
 
 
 def base_of(config: Mapping[str, object]) -> dict[str, object]:
-    """The config of the model that it was.
+    """Return the config of the source model.
 
     Raises:
-        ValueError: there is none, or the form is of a version that is not known.
+        ValueError: there is none, or the version of the form is unknown.
     """
     if config.get("version") != VERSION:
         raise ValueError(
@@ -107,10 +107,10 @@ def base_of(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
-    """What each attention layer is.
+    """Return the form of each attention layer.
 
     Raises:
-        ValueError: that is not said for some layer, or not as it should be; names it.
+        ValueError: the form of a layer is missing or invalid; the message names the layer.
     """
     layers = config.get("layers")
     if not isinstance(layers, list) or not layers:
@@ -134,7 +134,7 @@ def _layer(index: int, said: object) -> LayerForm:
 
 
 def _check_sizes(form: object, *, least: int) -> None:
-    """Raises ValueError for a field that should be a size and is none."""
+    """Raise ValueError if an integer field is not an int from ``least`` to MAX_SIZE."""
     for field in fields(form):
         value = getattr(form, field.name)
         if field.type is int and (type(value) is not int or not least <= value <= MAX_SIZE):
