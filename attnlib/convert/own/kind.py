@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind(ABC):
-    """Converts the layers of ``model`` to one layer type, with the ``options`` of its conversion functions."""
+    """Converts the layers of ``model`` to one layer type; ``options`` are those of its functions."""
 
     model: CheckpointModel
     calibrations: Calibrations | None

@@ -95,7 +95,7 @@ class CalibrationStore:
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """Return the measurements that :meth:`remember` stored for ``asked``, also in an earlier run, or None."""
+        """Return the measurements that :meth:`remember` stored for ``asked``, or None."""
         if self._running is not None:
             self._prepare()
         return self._stored.recalled(asked)
@@ -151,7 +151,7 @@ class CalibrationStore:
             require_room(self.place.start.parent, layers * layer + states, max(layer, states), layers + 3)
 
     def _identity(self) -> dict[str, object]:
-        """Return what determines the calibration's bytes: weights, tokens, device type and package versions."""
+        """Return what determines the calibration's bytes: weights, tokens, device type and versions."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
         hashes = read_at_once(checkpoint.sha256, files, lambda count: None)

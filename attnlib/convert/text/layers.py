@@ -85,7 +85,7 @@ class TextLayers:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """Load, inside the block, the other weights used before the first layer, such as learned positions."""
+        """Inside the block, load other weights used before the first layer, such as learned positions."""
         beside = {name: child for name, child in self._base.named_children() if name not in self._names}
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
@@ -98,7 +98,7 @@ class TextLayers:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Inside the block, replace each layer by a recorder of its arguments, and the norm by an identity."""
+        """Inside the block, layers only record their arguments, and the norm is an identity."""
         layers, norm = self._layers, getattr(self._base, self._names.norm)
         recorders = [_Recorder() for _ in layers]
         setattr(self._base, self._names.layers, nn.ModuleList(recorders))

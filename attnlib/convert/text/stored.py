@@ -77,7 +77,7 @@ class LayerFolder:
         self._tidy()
 
     def reach(self, states: Sequence[Tensor]) -> None:
-        """Write the hidden states ``[1, length, m]`` after the last finished layer; older ones are removed."""
+        """Write the hidden states ``[1, length, m]`` after the last finished layer; remove older ones."""
         self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
         self.reached = len(self.layers)
         self._save()
