@@ -46,7 +46,7 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
             )
         if CHOSEN.fullmatch(key) and any("/" in name for name in _strings(value)):
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected no name of the Hub, whose code would be downloaded, got "
+                f"{CONFIG}: {key}: expected no repository on the Hub, whose code would be downloaded, got "
                 f"{_short(value)}; remove it"
             )
         if key in FLAGS and not isinstance(value, bool | None):
@@ -57,7 +57,7 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
             most = _most(key, len(checkpoint.tensors), elements)
             if count > most:
                 raise CheckpointError(
-                    f"{CONFIG}: {key}: expected at most {most}, for the folder has {len(checkpoint.tensors)} "
+                    f"{CONFIG}: {key}: expected at most {most}, as the folder has {len(checkpoint.tensors)} "
                     f"tensors of {elements} elements, got {_short(count)}; it belongs to other weights, or "
                     "is a mistake"
                 )
@@ -85,8 +85,8 @@ def require_unpacked(config: Mapping[str, object]) -> None:
             method = packed.get("quant_method") if isinstance(packed, Mapping) else None
             by = f" by {method[:80]!r}" if isinstance(method, str) else ""
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected plain weights, got some packed{by}, which cannot be read; "
-                "take the original, or dequantise it elsewhere first"
+                f"{CONFIG}: {key}: expected plain weights, got weights packed{by}, which cannot be read; "
+                "use the original model, or dequantise it first"
             )
 
 

@@ -109,9 +109,7 @@ class SourceFile:
                     except OSError as error:
                         raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
                     if not count:
-                        raise CheckpointError(
-                            f"{self.name}: expected {self.size} bytes, and they ended before"
-                        )
+                        raise CheckpointError(f"{self.name}: expected {self.size} bytes, got a shorter file")
                     filled += count
                 length -= filled
                 yield part
@@ -120,7 +118,7 @@ class SourceFile:
         file = _open_plain(self.path)
         if _identity(os.fstat(file.fileno())) != self.identity:
             file.close()
-            raise CheckpointError(f"{self.name}: changed meanwhile; start again when it is at rest")
+            raise CheckpointError(f"{self.name}: changed while in use; start again when nothing writes to it")
         return file
 
 
@@ -228,9 +226,7 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
 def _require_weights(source: Path, names: Sequence[str]) -> None:
     """Raise CheckpointError unless the folder has exactly one set of safetensors weights."""
     if WEIGHTS in names and INDEX in names:
-        raise CheckpointError(
-            f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant"
-        )
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove one of them")
     if WEIGHTS not in names and INDEX not in names:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         advice = (
@@ -245,7 +241,7 @@ def _weight_map(index: dict) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{INDEX}: weight_map: expected the file of each tensor, got {str(weight_map)[:80]}"
+            f"{INDEX}: weight_map: expected the file name of each tensor, got {str(weight_map)[:80]}"
         )
     for tensor, name in weight_map.items():
         if not _is_shard_name(name):
@@ -312,7 +308,7 @@ def _open_plain(path: Path):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise CheckpointError(f"{path.name}: cannot be opened: {error.strerror}") from error
-        advice = "follow_links (--follow-links) takes those of a download cache, `hf download --local-dir` makes files"
+        advice = "for a download cache use follow_links (--follow-links), or `hf download --local-dir`"
         raise CheckpointError(f"{path.name}: expected a plain file, got a link; {advice}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -61,7 +61,7 @@ def header_length(first: bytes, size: int, name: str) -> int:
     if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
         raise CheckpointError(
             f"{name}: expected a header of 2 to {MAX_HEADER} bytes inside the file, got {length} bytes in a "
-            f"file of {size}; the file is cut off or no safetensors file, download it again"
+            f"file of {size}; the file is truncated or not a safetensors file, download it again"
         )
     return length
 
@@ -91,7 +91,7 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
         end += entry.nbytes
     if end != size:
         raise CheckpointError(
-            f"{name}: expected {end} bytes by its header, got {size}; download the file again"
+            f"{name}: expected {end} bytes, as its header says, got {size}; download the file again"
         )
     return entries
 

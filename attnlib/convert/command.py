@@ -33,8 +33,9 @@ from .wording import in_options
 MISREAD = ("Linear", "Llama3")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
-exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
-5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
+exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
+4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion.md describes what a failed
+run leaves behind.
 
   python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt
@@ -45,28 +46,40 @@ exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``convert`` to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "A checkpoint folder into one with a smaller KV cache, which stock loaders load."
+    parser.description = (
+        "Convert a checkpoint folder into one with a smaller KV cache. Stock loaders read\n"
+        "the results of --to gqa and --to mla; attnlib.load reads those of --to attnlib."
+    )
     parser.epilog = EPILOG
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors"
+        "source", type=Path, metavar="SOURCE", help="checkpoint folder with config.json and safetensors files"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for the result")
     targets.add_arguments(parser)
     choice.add_arguments(parser)
     files = parser.add_argument_group("files and checks")
     files.add_argument(
-        "--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB"
+        "--max-shard-size",
+        type=_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="largest size of a weights file (default: 5GB)",
     )
-    files.add_argument("--follow-links", action="store_true", help="take the snapshot of a download cache")
+    files.add_argument(
+        "--follow-links", action="store_true", help="follow the links in a snapshot of a download cache"
+    )
     files.add_argument("--overwrite", action="store_true", help="replace an earlier result")
     files.add_argument(
-        "--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming"
+        "--no-keep",
+        action="store_true",
+        help="delete finished work if the run stops, instead of keeping it to resume",
     )
     files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
     files.add_argument(
         "--check-logits",
         action=argparse.BooleanOptionalAction,
-        help="compare what source and result say of a text (default: up to 2 billion weights, on a GPU 140)",
+        help="compare the logits of source and result on a text (default: up to 2 billion weights, "
+        "140 billion on a GPU)",
     )
     files.add_argument("--quiet", action="store_true", help="print errors only")
 
@@ -89,21 +102,26 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(report: Mapping[str, Any], out: Path) -> str:
     """Return a conversion report in a few lines of text."""
     cache = report["cache_bytes_per_token"]
-    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
+    lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.said_of(report["settings"]), _largest_error(report)]
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
         lines.append(
-            f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats"
+            f"logits: largest difference {difference:.3g}, largest logit {largest:.3g}; "
+            f"KL divergence {measures['kl_nats']:.3g} nats"
         )
     if said := lost(measures, out=out):
         lines.append(said)
     if report["settings"].get("norm") == "exact":
-        lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
+        lines.append(
+            "loaders: transformers reads the result; those that drop biases, such as vLLM's, need "
+            "--norm calibrated"
+        )
     if (scaling := report["settings"].get("rope_scaling")) in MISREAD:
         lines.append(
-            f"for transformers: vLLM and llama.cpp take {scaling} scaling of a rope under latents for another"
+            f"loaders: transformers reads the result; vLLM and llama.cpp misread {scaling} rope scaling "
+            "of latent models"
         )
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
@@ -115,9 +133,9 @@ def _largest_error(report: Mapping) -> str:
     """
     errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
     layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
-    line = f"largest error of a layer: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
+    line = f"largest layer error: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
     if (baseline := f"{BASELINE}{name}") in layer:
-        line += f" (of plain SVD: {_number(layer[baseline]):.3g})"
+        line += f" (plain SVD: {_number(layer[baseline]):.3g})"
     return line + (", for random inputs" if report["settings"]["calibration"] == choice.WEIGHTS_ALONE else "")
 
 

@@ -24,7 +24,9 @@ def stock() -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("checks and text need transformers: pip install 'attnlib[hf]'") from error
+        raise ImportError(
+            "checks and calibration text need transformers: pip install 'attnlib[hf]'"
+        ) from error
     return transformers
 
 

@@ -29,8 +29,8 @@ from .wording import option
 
 Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
-BEST_MERGE = "default: calibrated principal, else mean"
-BEST_GROUPING = "default: with a principal merge similar, else neighbours"
+BEST_MERGE = "default: principal with a calibration, else mean"
+BEST_GROUPING = "default: similar for a principal merge, else neighbours"
 OPTIONS = MappingProxyType(  # by layer type
     {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}
 )
@@ -39,31 +39,51 @@ SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("k
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a conversion target to ``parser``."""
-    kinds = "fewer KV heads, latents, or layers for attnlib.load"
+    kinds = "fewer KV heads (gqa), latent attention (mla), or attnlib's own form for attnlib.load"
     parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
     heads = parser.add_argument_group("with --to gqa")
-    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
-    heads.add_argument("--merge", choices=get_args(StoredMerge), help=f"how heads become one ({BEST_MERGE})")
-    heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
-    heads.add_argument("--grouping", choices=get_args(Grouping), help=f"which become one ({BEST_GROUPING})")
+    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer (required)")
+    heads.add_argument(
+        "--merge", choices=get_args(StoredMerge), help=f"how the heads of a group are merged ({BEST_MERGE})"
+    )
+    heads.add_argument(
+        "--align",
+        choices=get_args(Align),
+        help="which projections to rotate into alignment before merging (default: none)",
+    )
+    heads.add_argument(
+        "--grouping", choices=get_args(Grouping), help=f"how heads are grouped ({BEST_GROUPING})"
+    )
     latent = parser.add_argument_group("with --to mla")
-    latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
-    latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
+    latent.add_argument("--rank", type=int, metavar="N", help="rank of the latent (required)")
     latent.add_argument(
-        "--q-rank", type=int, metavar="N", help="of queries, as llama.cpp wants (default: none)"
+        "--rope-dim", type=int, metavar="N", help=f"number of rotary channels (default: {ROPE_DIM})"
+    )
+    latent.add_argument(
+        "--q-rank",
+        type=int,
+        metavar="N",
+        help="rank of the queries, which llama.cpp requires (default: none)",
     )
     latent.add_argument(
         "--norm",
         choices=get_args(Norm),
-        help="how that of latents is passed: exact needs biases (default: without)",
+        help="how the latent's norm is represented: exact needs biases (default: calibrated if possible)",
     )
-    own = parser.add_argument_group("with --to attnlib, which takes --kv-heads or --rank as well")
+    own = parser.add_argument_group("with --to attnlib, which also takes --kv-heads or --rank")
     own.add_argument(
-        "--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%"
+        "--cache",
+        metavar="SIZE",
+        help="cache bytes per token over all layers, or a share of the source's, such as 25%%",
     )
-    own.add_argument("--layers", choices=("gqa", "mla"), help="what shares it (default: mla)")
+    own.add_argument(
+        "--layers", choices=("gqa", "mla"), help="layer type that shares the cache budget (default: mla)"
+    )
     parser.add_argument(
-        "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
+        "--reach",
+        type=int,
+        metavar="N",
+        help=f"largest query-key distance to preserve scores over (default: {REACH})",
     )
 
 
@@ -76,15 +96,15 @@ def require_own_options(arguments: argparse.Namespace) -> None:
     if given := [
         option(name) for name in listed if name not in known and getattr(arguments, name) is not None
     ]:
-        raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
+        raise RequestError(f"{', '.join(given)}: does not apply to --to {arguments.to}; leave it out")
     given = [name for name in sizes if getattr(arguments, name) is not None]
     if not given:
         one = f"one of {', '.join(map(option, sizes))}" if len(sizes) > 1 else option(*sizes)
-        raise RequestError(f"{one}: expected with --to {arguments.to}, and it is missing")
+        raise RequestError(f"{one}: required with --to {arguments.to}, got none")
     if len(given) > 1:
-        raise RequestError(f"{', '.join(map(option, given))}: expected one of them, got {len(given)}")
+        raise RequestError(f"{', '.join(map(option, given))}: expected only one of them, got {len(given)}")
     if arguments.layers is not None and arguments.cache is None:
-        raise RequestError("--layers: means nothing without --cache; leave it out")
+        raise RequestError("--layers: applies only with --cache; leave it out")
 
 
 def target_of(
@@ -117,7 +137,7 @@ def _to_gqa(
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{model.config['model_type']} know no fewer KV heads than heads, and --to attnlib writes for "
+            f"{model.config['model_type']} cannot load fewer KV heads than query heads; use --to attnlib and "
             "attnlib.load"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options

@@ -54,11 +54,11 @@ class LatentForm:
         if type(self.rope_pairs) not in (list, tuple) or any(
             type(pair) is not int for pair in self.rope_pairs
         ):
-            raise ValueError(f"rope_pairs: expected numbers of pairs, got {str(self.rope_pairs)[:80]}")
+            raise ValueError(f"rope_pairs: expected a list of pair numbers, got {str(self.rope_pairs)[:80]}")
         if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(
             not 0 <= x < MAX_SIZE for x in self.rope_pairs
         ):
-            wanted = f"{self.qk_rope_head_dim / 2:g} numbers from 0 on, half of qk_rope_head_dim"
+            wanted = f"{self.qk_rope_head_dim / 2:g} pair numbers from 0 on, half of qk_rope_head_dim"
             raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
         object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
         for name in ("bias", "query_bias"):
@@ -98,7 +98,7 @@ def base_of(config: Mapping[str, object]) -> dict[str, object]:
     """
     if config.get("version") != VERSION:
         raise ValueError(
-            f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; take a newer attnlib"
+            f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; install a newer attnlib"
         )
     base = config.get("base")
     if not isinstance(base, Mapping) or is_own(base):

@@ -137,7 +137,7 @@ def test_learned_positions_are_no_rope(model_type):
         ),
         ({"rope_theta": -1}, r"rope\.theta: expected a finite number above 0, got -1"),
         ({"rope_theta": "big"}, r"rope\.theta"),
-        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a share of 1, got 1\.5"),
+        ({"partial_rotary_factor": 1.5}, r"factor: expected a share above 0 and up to 1, got 1\.5"),
         ({"partial_rotary_factor": "all"}, r"partial_rotary_factor"),
         ({"partial_rotary_factor": 0.02}, r"rope\.dim"),
         ({"head_dim": 7}, r"rope\.dim: expected a positive even"),

@@ -170,7 +170,7 @@ def test_logits_of_the_source_that_are_no_numbers(pairs, tmp_path):
     (old, new), _ = pairs("llama")
     copied(old, tmp_path, {"model.norm.weight": lambda x: x.fill_(torch.inf)})
     found = compare(read_folder(tmp_path), read_folder(new), SEEN)
-    assert found == "none: those of the source are not finite"
+    assert found == "none: the source's logits are not finite"
     assert math.isnan(compare(read_folder(old), read_folder(tmp_path), SEEN)["largest_logit_difference"])
 
 

@@ -260,7 +260,7 @@ HOSTILE = {
     # F17: what is no weight of the model
     "nan": (filled(torch.nan, 2), f"{KEY} {{'nan': 2}}: expected finite"),
     "inf": (filled(-torch.inf, 1), f"{KEY} {{'inf': 1}}: expected finite"),
-    "nan eps": (lambda x: raw_field(x, "rms_norm_eps", "NaN"), "NaN is no JSON"),
+    "nan eps": (lambda x: raw_field(x, "rms_norm_eps", "NaN"), "NaN is not valid JSON"),
     "infinite eps": (lambda x: raw_field(x, "rms_norm_eps", "1e999"), "1e999 is too large"),
     "int32": (as_dtype(torch.int32), f"{KEY}: expected a floating dtype, got torch.int32"),
     "complex": (as_dtype(torch.complex64), f"{KEY}: expected a floating dtype, got torch.complex64"),
@@ -319,11 +319,11 @@ FIELDS = {
     ),
     "attention of the Hub": (
         {"attn_implementation": "kernels/x"},
-        "attn_implementation: expected no name of the Hub",
+        "attn_implementation: expected no repository on the Hub",
     ),
     "attention of the Hub inside": (
         {"text_config": {"_attn_implementation": {"": "a/b"}}},
-        "expected no name of the Hub",
+        "expected no repository on the Hub",
     ),
 }
 HOSTILE |= {
@@ -622,7 +622,7 @@ def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
         return honest(stored)
 
     monkeypatch.setattr(checkpoint_files.StoredTensor, "load", changed)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed meanwhile"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while in use"):
         attnlib.load(folder)
 
 

@@ -52,7 +52,7 @@ def compare(
     except CheckpointError as error:
         size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
         if size > WHOLE:
-            return f"not compared: {error}; and {size:,} bytes are too many to load the model whole"
+            return f"not compared: {error}; the model has {size:,} bytes, too many to load at once"
         said = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
     else:
         said = [_streamed(layers, tokens, device, advance) for layers in streams]
@@ -112,7 +112,7 @@ def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) 
         give_back()
     found = [divergence for _, _, some in places for divergence in some]
     if not all(math.isfinite(divergence.largest) for divergence in found):
-        return "none: those of the source are not finite"
+        return "none: the source's logits are not finite"
     lost = torch.cat([divergence.lost() for divergence in found], 1).mean(1)
     return {
         "tokens": tokens.numel(),

@@ -9,8 +9,8 @@ from ..latent.losses import BASELINE
 LOSSLESS = 1e-6  # a lossless conversion has every error below this; fp32 rounding stays below it
 NOTICED = 1e-3  # relative increase of the perplexity that counts as a loss
 RETURNS = (
-    "fine-tuning usually returns most of that (in docs/conversion.md a small model with half of its KV heads "
-    "came back to within 1 % of its bits a byte in 1,000 steps): "
+    "fine-tuning usually recovers most of the loss (in docs/conversion.md a small model with half of its KV "
+    "heads came back to within 1 % of its bits per byte in 1,000 steps): "
     "python -m attnlib finetune {out} HEALED --teacher {source} --text FILE"
 )
 
@@ -37,11 +37,11 @@ def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object 
     where = f"on {measures['tokens']:,} tokens of {measures['text']}"
     told = f"perplexity {_number(before)} before, {_number(after)} after {where}"
     if after is not None and before is not None and after <= before * (1 + NOTICED):
-        return f"{told}: nothing that training would have to bring back"
+        return f"{told}: no loss to recover by fine-tuning"
     return f"{told}; {RETURNS.format(source=source, out=out)}"
 
 
 def _number(perplexity: float | None) -> str:
     if perplexity is None:
-        return "beyond all numbers"
+        return "too large to compute"
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.3g}"

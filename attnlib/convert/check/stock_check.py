@@ -62,7 +62,8 @@ class StockCheck:
         if lacking := listed(found):
             needed = f"{class_of(read_config(source)).__name__}, which {CONFIG} asks for"
             raise CheckpointError(
-                f"expected all weights of {needed}, got {lacking}; transformers would make them up"
+                f"expected all weights of {needed}, got {lacking}; transformers would initialize them "
+                "randomly"
             )
 
     def __call__(self, result: Path, errors: Errors) -> Measures:
@@ -73,7 +74,7 @@ class StockCheck:
         spare = sorted(found["unexpected"] & self._spare)
         found["unexpected"] -= self._spare
         if wrong := listed(found):
-            raise VerificationError(f"expected a folder that transformers loads whole, got {wrong}")
+            raise VerificationError(f"expected a folder that transformers loads completely, got {wrong}")
         measures = {"loaded_by": f"transformers {stock().__version__}"}
         measures |= {"unexpected_as_in_source": spare} if spare else {}
         return measures | (self._compared(result, errors) if self.logits else {})
@@ -88,9 +89,9 @@ class StockCheck:
         lossless = nothing_lost(errors)
         if not difference <= (SAME * largest if lossless else math.inf):
             wanted = (
-                "those of the source, for by its errors the conversion lost nothing"
+                "those of the source, as the layer errors are those of a lossless conversion"
                 if lossless
-                else "numbers"
+                else "finite numbers"
             )
             raise VerificationError(
                 f"logits: expected {wanted}, got a difference of {difference:.3g} where the largest is "

@@ -33,7 +33,7 @@ from .writing import clean_errors, new_file, only_one, require_room, sigterm_wai
 
 # Errors of weights and requests: the same command would raise them again, so there is nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-TOOL = "attnlib checkpoint conversion 5"  # increment when the same request gives other bytes
+TOOL = "attnlib checkpoint conversion 6"  # increment when the same request gives other bytes
 
 
 @kind
@@ -91,7 +91,9 @@ def convert(
             inputs, nonfinite = scan(model.checkpoint, bar.update)
             if nonfinite and not allow_nonfinite:
                 listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
-                raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+                raise CheckpointError(
+                    f"{listed}: expected finite weights; pass allow_nonfinite=True to copy them"
+                )
             layers = ConvertedLayers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
             request = {
@@ -132,7 +134,7 @@ def _write(
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
         work.forget(changed)
         raise DamageError(
-            f"{', '.join(changed)}: expected what was written, got something else; check the disk"
+            f"{', '.join(changed)}: expected the bytes that were written, got others; check the disk"
         )
     checked = run_check(check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
@@ -149,7 +151,7 @@ def _write(
     write_file(work.checkpoint, REPORT, dump(report))
     work.finish()
     if not report["verified"]:
-        raise VerificationError(f"{work.target}: kept, and marked as not verified: {report['reason']}")
+        raise VerificationError(f"{work.target}: written, but marked as not verified: {report['reason']}")
     return report
 
 
@@ -186,7 +188,9 @@ def _write_rest(
             file.write(source.read())
         hashes[source.name] = file.sha256
         if file.sha256 != inputs[source.name]["sha256"]:
-            raise CheckpointError(f"{source.name}: changed meanwhile; start again when it is at rest")
+            raise CheckpointError(
+                f"{source.name}: changed during the conversion; start again when nothing writes to it"
+            )
     return hashes
 
 
@@ -209,22 +213,25 @@ def _require_apart(source: Path, target: Path) -> None:
     parent = target.parent.resolve()
     place = parent / target.name
     if place.is_relative_to(source) or source.is_relative_to(place):
-        raise RequestError(f"out: expected a folder apart from the source {source}, got {target}")
+        raise RequestError(f"out: expected a folder outside the source {source}, got {target}")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RequestError(f"out: expected its parent to be a folder to write in, got {parent}")
+        raise RequestError(f"out: expected a writable parent folder, got {parent}")
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
     """Raise RequestError unless the result may be placed at ``target``."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise RequestError(f"out: expected a folder or nothing there yet, got a link or file {target}")
+        raise RequestError(f"out: expected a folder or an unused path, got a link or file {target}")
     if target.exists() and any(target.iterdir()):
         if not overwrite:
             raise RequestError(
-                f"out: expected an empty folder or none, got {target} with files; or overwrite=True"
+                f"out: expected an empty or new folder, got {target} with files; use overwrite=True to "
+                "replace a result"
             )
         if not (target / REPORT).is_file():
-            raise RequestError(f"out: overwrite=True replaces a folder with a {REPORT}, got {target} without")
+            raise RequestError(
+                f"out: overwrite=True replaces only folders with a {REPORT}, got {target} without it"
+            )
 
 
 def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinished: list[Path]) -> None:
@@ -234,16 +241,16 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
         require_room(work.target.parent, sum(sizes), max(sizes), len(sizes) + 4)
     except NoSpaceError as error:
         if others := [str(folder) for folder in unfinished if folder != work.folder]:
-            error.add_note(f"unfinished conversions to the same place: {', '.join(others)}")
+            error.add_note(f"unfinished conversions to the same target: {', '.join(others)}")
         raise
 
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
     """Keep finished work when the run is interrupted, and remove it when the run is refused."""
-    advice = "what is finished stays: run the same command again to go on"
+    advice = "finished work is kept: run the same command again to resume"
     try:
-        with clean_errors(advice if keep else "what was finished is removed"):
+        with clean_errors(advice if keep else "finished work is removed"):
             yield
     except BaseException as error:
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)

@@ -120,6 +120,6 @@ def _require_alike(family: AttentionStorage, parts: list[Tensor], shape: LayerSh
     heads = [len(part) // shape.head_dim for part in parts]
     if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(
-            f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind "
-            f"of model stores head by head, got {', '.join(map(str, heads))}"
+            f"layer {shape.index}: expected as many KV heads as query heads, since this model type stores "
+            f"them fused head by head, got {', '.join(map(str, heads))}"
         )

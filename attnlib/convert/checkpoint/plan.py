@@ -90,7 +90,7 @@ class ConvertedLayers:
         got = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if got != wanted:
             raise VerificationError(
-                f"{name}: expected {wanted}, as of a layer that was stored alike, got {got}"
+                f"{name}: expected {wanted}, as for an earlier layer of the same kind, got {got}"
             )
         return tensor
 
@@ -144,7 +144,7 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
         if name not in replaced:
             if name in outputs:
                 raise CheckpointError(
-                    f"{name!r}: expected no such tensor in the source, whose converted layers have one"
+                    f"{name!r}: expected only in the converted layers, got one in the source too"
                 )
             outputs[name] = Output(tensor.entry)
     return _sharded(

@@ -56,7 +56,7 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
     share = fields["partial_rotary_factor"]
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise CheckpointError(
-            f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}"
+            f"{CONFIG}: partial_rotary_factor: expected a share above 0 and up to 1, got {str(share)[:80]}"
         )
     try:
         dim = int(shape_of(config, family).head_dim * share)
@@ -85,7 +85,7 @@ def _fields(
         names, theta = ((LOCAL, KEYS[1]), family.window_theta) if has_window else (names, theta)
     elif any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected one for all layers, got one rope for each kind of layer"
+            f"{CONFIG}: {key}: expected one rope for all layers, got one for each layer type"
         )
     fields = {"rope_theta": theta, "partial_rotary_factor": family.share}
     fields |= {
@@ -114,7 +114,7 @@ def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Ma
     kinds = {kind: value or {} for kind, value in given.items()}
     if any(not isinstance(value, Mapping) for value in kinds.values()):
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected one rope for each kind of layer, got {str(given)[:80]}"
+            f"{CONFIG}: {key}: expected one rope for each layer type, got {str(given)[:80]}"
         )
     return kinds.get(WINDOW if has_window else FULL, {})
 

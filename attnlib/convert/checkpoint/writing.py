@@ -101,13 +101,13 @@ def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
     needed, free = int(MARGIN * planned) + largest, shutil.disk_usage(folder).free
     if free < needed:
         raise NoSpaceError(
-            f"{folder}: expected {needed:,} bytes free, got {free:,}; make room and run it again"
+            f"{folder}: expected {needed:,} bytes free, got {free:,}; free some space and run it again"
         )
     status = os.statvfs(folder)
     # File systems without a fixed number of inodes report 0.
     if status.f_files and status.f_favail < files:
         raise NoSpaceError(
-            f"{folder}: expected room for {files} more files, got {status.f_favail}; make room"
+            f"{folder}: expected free inodes for {files} more files, got {status.f_favail}; delete files"
         )
 
 
@@ -159,7 +159,7 @@ def only_one(target: Path) -> Iterator[None]:
             mine = False
         if not mine:  # held by another run, or deleted by it between our open and lock
             raise RequestError(
-                f"{target}: expected to be alone, and another run writes there; wait for its end"
+                f"{target}: expected no other run that writes there, got one; wait until it ends"
             )
         try:
             yield

@@ -20,7 +20,7 @@ def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
     """
     least = sum(min(options) for options in losses)
     if least > total:
-        raise ValueError(f"expected at least {least}, the least that these layers take, got {total}")
+        raise ValueError(f"total: expected at least {least}, the sum of the smallest sizes, got {total}")
     unit = gcd(*(size for options in losses for size in options))
     room = total // unit
     # best[n] is the least loss of the layers so far within a budget of n units.

@@ -126,7 +126,7 @@ def _head(kind: Kind) -> Head:
     head = Head.of_checkpoint(kind.model.checkpoint, kind.device)
     if head is None:
         raise CheckpointError(
-            "config.json: expected a language model, whose words tell layers apart, got no head"
+            "config.json: expected a language model with a head, to measure layers by their logits, got none"
         )
     return head
 

@@ -105,7 +105,9 @@ def require_room(kind: Kind, total: int) -> None:
     """Raise RequestError unless the smallest layers fit into ``total`` bytes per token."""
     least = sum(map(kind.token_bytes, kind.model.layers, smallest(kind)))
     if total < least:
-        raise RequestError(f"--cache: expected at least {least} bytes, of the smallest layers, got {total}")
+        raise RequestError(
+            f"--cache: expected at least {least} bytes, the size of the smallest layers, got {total}"
+        )
 
 
 def cache_bytes(asked: str, whole: int) -> int:
@@ -120,11 +122,11 @@ def cache_bytes(asked: str, whole: int) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)( ?%)?", asked.strip())
     if match is None or (not match[2] and "." in match[1]):
         raise RequestError(
-            f"--cache: expected bytes a token, or a share of the source's such as 25%, got {asked!r}"
+            f"--cache: expected bytes per token, or a share of the source's such as 25%, got {asked!r}"
         )
     total = int(whole * float(match[1]) / 100) if match[2] else int(match[1])
     if total > whole:
-        raise RequestError(f"--cache: expected at most the source's {whole} bytes a token, got {total}")
+        raise RequestError(f"--cache: expected at most the source's {whole} bytes per token, got {total}")
     return total
 
 
@@ -139,4 +141,4 @@ def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
             config = config_from(said)
             class_of(config)(config)
     except (CheckpointError, ValueError, TypeError, NotImplementedError, KeyError) as error:
-        raise RequestError(f"--to attnlib: attnlib.load does not know the result: {error}") from error
+        raise RequestError(f"--to attnlib: attnlib.load cannot load the result: {error}") from error

@@ -18,8 +18,8 @@ SAMPLE = (
     "the bundled sample, passages of 'Alice's Adventures in Wonderland', 'On the Origin of Species', 'The "
     "Federalist' and 'Moby-Dick' (public domain)"
 )
-WEIGHTS_ALONE = "the weights alone"
-NOTHING = "none: no heads are merged"
+WEIGHTS_ALONE = "no text, only the weights"
+NOTHING = "nothing, as no heads are merged"
 OPTIONS = ("text", "samples", "length", "keep_calibration")
 
 
@@ -27,17 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the calibration options to ``parser``."""
     text = parser.add_argument_group("calibration on text")
     text.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it (default: a sample)"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text like what the model will read (default: a bundled sample)",
     )
-    text.add_argument("--samples", type=int, metavar="N", help=f"pieces of it (default: {SAMPLES})")
-    text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
+    text.add_argument(
+        "--samples", type=int, metavar="N", help=f"number of windows of the text (default: {SAMPLES})"
+    )
+    text.add_argument("--length", type=int, metavar="N", help=f"tokens per window (default: {LENGTH})")
     text.add_argument(
         "--keep-calibration",
         type=Path,
         metavar="FOLDER",
-        help="keep it there, and take it from there the next time",
+        help="keep the calibration in this folder, and reuse it in later runs",
     )
-    text.add_argument("--no-calibration", action="store_true", help="go by the weights alone")
+    text.add_argument(
+        "--no-calibration", action="store_true", help="convert without a text, from the weights only"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class Choice:
             return cls(arguments.text, arguments.samples, arguments.length, arguments.keep_calibration)
         if given := [name for name in OPTIONS if getattr(arguments, name) is not None]:
             listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise RequestError(f"{listed}: means nothing with --no-calibration; leave it out")
+            raise RequestError(f"{listed}: does not apply with --no-calibration; leave it out")
         return None
 
     def tokens(self, source: Path) -> tuple[Tensor, dict[str, object]]:
@@ -97,7 +104,7 @@ class Choice:
             self.kept.mkdir(exist_ok=True)
         except OSError as error:
             raise RequestError(
-                f"--keep-calibration: expected a folder, there or to be made, got {self.kept}: "
+                f"--keep-calibration: expected a folder that exists or can be created, got {self.kept}: "
                 f"{error.strerror}"
             ) from error
         return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
@@ -116,5 +123,5 @@ def said_of(settings: Mapping[str, object]) -> str:
     line = f"calibrated on: {calibration['samples']} x {calibration['length']} tokens of "
     if "text" not in calibration:
         return f"{line}--text (sha256 {calibration['text_sha256'][:12]})"
-    advice = "text like the model's own does better: --text FILE"
+    advice = "text like the model's training data gives better results: --text FILE"
     return f"{line}{calibration['text']}, sha256 {calibration['text_sha256'][:12]}; {advice}"

@@ -54,7 +54,7 @@ def names_of(decoder: nn.Module) -> Names:
         if all(name in children for name in names) and "project_out" not in children:
             return names
     kind = str(decoder.config.model_type)[:80]
-    wanted = "expected a decoder of an embedding, layers and a norm, to be run over text"
+    wanted = "expected a decoder with an embedding, layers and a norm, to run it over text"
     raise CheckpointError(f"config.json: model_type: {wanted}, got {kind!r}")
 
 
@@ -66,6 +66,6 @@ def prefix_of(checkpoint: Checkpoint, names: Names) -> str:
         place for place in places if any(name.startswith(f"{place}{first}") for name in checkpoint.tensors)
     ]
     if len(found) != 1:
-        wanted = "expected in one place beside layers, to run the model over text"
-        raise CheckpointError(f"{embedding}: {wanted}, got {len(found)} such places")
+        wanted = "expected once, next to the layers, to run the model over text"
+        raise CheckpointError(f"{embedding}: {wanted}, got {len(found)} of them")
     return found[0]

@@ -14,8 +14,8 @@ from .tokens import tokenizer_of, tokens_of
 WINDOWS, LENGTH = 8, 512
 # Matrix products whose row count is not a multiple of 16 have bits that differ between threads (MKL 2024.2).
 STEP = 16
-BEHIND = "the given text, behind what calibrated"
-SAMPLE = "the bundled sample's last fifth, which calibrates nothing"
+BEHIND = "the given text, after the calibration part"
+SAMPLE = "the bundled sample's last fifth, which is held out"
 
 
 class HeldOut(NamedTuple):

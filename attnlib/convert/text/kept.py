@@ -25,10 +25,10 @@ from .layerwise import TextCalibration
 from .stored import LayerFolder
 
 VERSION = 2  # increment when the same text gives other calibrations
-STAYS = "what is calibrated stays: run the same command again to go on"
+STAYS = "finished calibrations are kept: run the same command again to resume"
 # Bytes of hidden states written per second of work: a disk with 500 MB/s is busy a tenth of the time.
 PACE = 5e7
-WITHOUT = "--no-calibration goes by the weights alone"
+WITHOUT = "--no-calibration converts without a text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class CalibrationStore:
 
     @property
     def _advice(self) -> str:
-        return STAYS if self.place.is_left else "what was calibrated is removed"
+        return STAYS if self.place.is_left else "finished calibrations are removed"
 
     def _prepare(self) -> None:
         identity = self._identity()

@@ -61,7 +61,7 @@ class TextLayers:
         words = stored.entry.shape[0]
         if tokens.max() >= words:
             raise CheckpointError(
-                f"tokenizer.json: expected tokens below {words}, of which the model has embeddings, "
+                f"tokenizer.json: expected tokens below {words}, the number of embeddings, "
                 f"got {int(tokens.max())}"
             )
         used, places = tokens.unique(return_inverse=True)
@@ -168,7 +168,7 @@ class TextLayers:
     def _entry(self, name: str) -> StoredTensor:
         stored = self.checkpoint.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{name}: expected, to run the model over text, and it is missing")
+            raise CheckpointError(f"{name}: required to run the model over text, and it is missing")
         return stored
 
 

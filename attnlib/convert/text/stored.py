@@ -103,7 +103,7 @@ class LayerFolder:
         try:
             held = _read(self.folder / _layer(index), self.layers[index])
         except CheckpointError as error:
-            raise DamageError(f"{error}; run it again, and it is made again") from error
+            raise DamageError(f"{error}; run the command again to recompute it") from error
         return Calibration(int(held["tokens"]), held["moment"], held["sample"])
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
@@ -187,7 +187,7 @@ def _read(path: Path, sha256: str) -> dict[str, Tensor]:
     file = SourceFile.at(path)
     data = file.read()
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CheckpointError(f"{path}: expected what was written, got something else")
+        raise CheckpointError(f"{path}: expected the bytes that were written, got others")
     length = header_length(data[:8], len(data), path.name)
     return {
         name: torch.frombuffer(data, dtype=x.dtype, count=x.nbytes // x.dtype.itemsize, offset=x.start).view(

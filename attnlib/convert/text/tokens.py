@@ -25,15 +25,15 @@ def read_text(path: Path) -> tuple[str, str]:
     try:
         if path.stat().st_size > MAX_TEXT:
             raise RequestError(
-                f"--text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; a part is enough"
+                f"--text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; use a part of it"
             )
         return decoded(path.read_bytes())
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"--text: expected UTF-8 in {path}, got something else at byte {error.start}"
+            f"--text: expected UTF-8 in {path}, got an invalid byte at byte {error.start}"
         ) from None
     except OSError as error:
-        raise RequestError(f"--text: expected a file to read, got {path}: {error.strerror}") from error
+        raise RequestError(f"--text: expected a readable file, got {path}: {error.strerror}") from error
 
 
 def decoded(data: bytes) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def tokenizer_of(source: Path | Checkpoint):
     place = source.folder if isinstance(source, Checkpoint) else source
     if not any((place / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
         raise CheckpointError(
-            f"{place}: expected the model's own tokenizer, for the text, got none; copy it there"
+            f"{place}: expected the model's own tokenizer, to read the text, got none; copy it there"
         )
     checkpoint = checkpoint_of(source)
     config, files = read_config(checkpoint), {file.name: file.read() for file in checkpoint.copied}
