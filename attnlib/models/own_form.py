@@ -6,7 +6,7 @@ attention layer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 KIND, VERSION = "attnlib", 1
@@ -67,6 +67,11 @@ class LatentForm:
         if type(self.norm_eps) is not float or not 0 < self.norm_eps < math.inf:
             raise ValueError(f"norm_eps: expected a positive number, got {str(self.norm_eps)[:80]}")
 
+    @property
+    def query_projection(self) -> str:
+        """The name of the projection that outputs the query heads."""
+        return "q_proj" if self.q_lora_rank is None else "q_b_proj"
+
 
 LayerForm = GroupedForm | LatentForm
 
@@ -82,12 +87,38 @@ def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> 
     >>> own_config({"model_type": "llama"}, [GroupedForm(num_key_value_heads=2)])["layers"]
     [{'num_key_value_heads': 2}]
     """
+    config = {"model_type": KIND, "version": VERSION, "base": dict(base)}
+    return with_layers(config, map(plain_form, layers))
+
+
+def with_layers(config: Mapping[str, object], layers: Iterable[Mapping[str, object]]) -> dict[str, object]:
+    """Return a config of this form with these layers, each as :func:`plain_form` returns it."""
+    return {**config, "layers": list(layers)}
+
+
+def plain_form(form: LayerForm) -> dict[str, object]:
+    """Return a layer's form as plain data for JSON."""
+    return asdict(form)
+
+
+def stored_name(name: str) -> str:
+    """Return the name on disk, below its attention, of the weight ``name`` of an attnlib layer."""
+    return f"{INNER}{name}"
+
+
+def biases_in(weights: Container[str]) -> dict[str, bool]:
+    """Return the bias fields of the :class:`LatentForm` of a layer with these weight names."""
     return {
-        "model_type": KIND,
-        "version": VERSION,
-        "base": dict(base),
-        "layers": [asdict(layer) for layer in layers],
+        "bias": "kv_a_proj_with_mqa.bias" in weights,
+        "query_bias": "q_proj.bias" in weights or "q_b_proj.bias" in weights,
     }
+
+
+def split_config(config: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, object]]:
+    """Return the stock model's config, and the fields that describe layers if ``config`` is of this form."""
+    if not is_own(config):
+        return config, {}
+    return base_of(config), {"layers": config["layers"]}
 
 
 def base_of(config: Mapping[str, object]) -> dict[str, object]:
@@ -112,23 +143,31 @@ def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
     Raises:
         ValueError: the form of a layer is missing or invalid; the message names the layer.
     """
-    layers = config.get("layers")
+    return forms_from(config.get("layers"))
+
+
+def forms_from(layers: object) -> tuple[LayerForm, ...]:
+    """Return the forms in a list of plain ones.
+
+    Raises:
+        ValueError: the form of a layer is missing or invalid; the message names the layer.
+    """
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"layers: expected one entry for each layer, got {str(layers)[:80]}")
     return tuple(_layer(index, fields) for index, fields in enumerate(layers))
 
 
-def _layer(index: int, said: object) -> LayerForm:
-    if not isinstance(said, Mapping):
-        raise ValueError(f"layers: expected an object for layer {index}, got {str(said)[:80]}")
-    kind = LatentForm if "kv_lora_rank" in said else GroupedForm
+def _layer(index: int, plain: object) -> LayerForm:
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"layers: expected an object for layer {index}, got {str(plain)[:80]}")
+    kind = LatentForm if "kv_lora_rank" in plain else GroupedForm
     known = {field.name for field in fields(kind)}
-    if unknown := sorted(str(name) for name in said if name not in known):
+    if unknown := sorted(str(name) for name in plain if name not in known):
         raise ValueError(
             f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}"
         )
     try:
-        return kind(**said)
+        return kind(**plain)
     except (ValueError, TypeError) as error:
         raise ValueError(f"layers: layer {index}: {error}") from error
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from ...checkpoint_files.plain_json import dump, parse_object
 from ...internal.signatures import kind
+from ...models.own_form import plain_form, with_layers
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .layer import LayerConverter
 from .model import CheckpointModel, read_model
@@ -126,9 +127,11 @@ def _write(
         with sigterm_waits():
             work.shards[shard.name] = _write_shard(work.checkpoint, shard, layers, finite, bar.update)
             work.layers |= {str(index): plain_errors(errors) for index, errors in layers.errors.items()}
-            work.forms |= {str(index): asdict(form) for index, form in layers.forms.items()}
+            work.forms |= {str(index): plain_form(form) for index, form in layers.forms.items()}
             work.save()
-    plan = plan.with_layers([work.forms[str(index)] for index in model.layers] if work.forms else None)
+    if work.forms:
+        forms = [work.forms[str(index)] for index in model.layers]
+        plan = replace(plan, config=with_layers(plan.config, forms))
     outputs = work.shards | _write_rest(work.checkpoint, plan, model, work.identity["inputs"])
     bar.set_description_str("verifying")
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):

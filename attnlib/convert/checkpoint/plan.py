@@ -1,7 +1,7 @@
 """Plan the result before writing any of it: every tensor, its shard, and the new config."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -43,10 +43,6 @@ class Plan:
     shards: tuple[Shard, ...]
     index: dict[str, object] | None
     config: dict[str, object]
-
-    def with_layers(self, layers: Sequence[Mapping[str, object]] | None) -> "Plan":
-        """Return the plan with the layer forms ``layers`` in its config; None leaves the plan unchanged."""
-        return self if layers is None else replace(self, config=self.config | {"layers": list(layers)})
 
 
 def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ The same request gives the same bytes: the report has no times, durations or pat
 import math
 from collections.abc import Mapping
 
-from ...models.own_form import base_of, is_own
+from ...models.own_form import split_config
 from .model import CheckpointModel, token_bytes
 from .names import TEXT
 from .plan import Plan
@@ -32,9 +32,8 @@ def make_report(
     - ``outputs``: the sha256 of every written file
     - ``checked``: the result of the caller's check
     """
-    source, result = model.checkpoint.config, plan.config
-    of_layers = {"layers": result["layers"]} if is_own(result) else {}
-    result = base_of(result) if is_own(result) else result
+    source = model.checkpoint.config
+    result, of_layers = split_config(plan.config)
     return {
         **identity,
         "outputs": dict(outputs),

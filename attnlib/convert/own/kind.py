@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files.config import without_code
-from ...models.own_form import INNER, LayerForm, own_config
+from ...models.own_form import LayerForm, own_config, stored_name
 from ..calibration import Calibration
 from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
 from ..checkpoint.model import CheckpointModel, layout_of
@@ -72,7 +72,7 @@ class Kind(ABC):
 
         def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
             made = self.made(weights, shape, sizes[shape.index])
-            named = {f"{INNER}{name}": value for name, value in made.weights.items()}
+            named = {stored_name(name): value for name, value in made.weights.items()}
             return ConvertedLayer(named, config, made.errors, made.form)
 
         return ConverterByLayer(convert_layer, tuple(map(self.form, self.model.layers, sizes)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...models.own_form import LatentForm
+from ...models.own_form import LatentForm, biases_in
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.source_rope import rope_of
@@ -118,8 +118,7 @@ class LatentKind(Kind):
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
-            bias="kv_a_proj_with_mqa.bias" in state,
-            query_bias="q_proj.bias" in state or "q_b_proj.bias" in state,
+            **biases_in(state),
         )
         return ConvertedLayer(state, errors=errors | {"rounding": rounding}, form=form)
 
