@@ -290,8 +290,10 @@ def _blob(path: Path) -> Path:
     snapshots, to = path.parent.resolve().parent, PurePosixPath(os.readlink(path))
     blobs = snapshots.parent / "blobs"
     if snapshots.name != "snapshots" or blobs.is_symlink():
-        wanted = "expected a plain file or a link of a download cache, got another link"
-        raise CheckpointError(f"{path.name}: {wanted}; put the file itself there, as `cp -L` does")
+        raise CheckpointError(
+            f"{path.name}: expected a plain file or a link of a download cache, got another link; put the "
+            "file itself there, as `cp -L` does"
+        )
     if to.parts != ("..", "..", "blobs", to.name):
         raise CheckpointError(
             f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}"

@@ -110,10 +110,11 @@ def make_header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, Te
         offset += entry.nbytes
     header = json.dumps(fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    start, placed = 8 + len(header), {}
-    for tensor, entry in entries.items():
-        placed[tensor] = TensorEntry(entry.dtype, entry.shape, start)
-        start += entry.nbytes
+    start = 8 + len(header)
+    placed = {
+        tensor: TensorEntry(entry.dtype, entry.shape, start + fields[tensor]["data_offsets"][0])
+        for tensor, entry in entries.items()
+    }
     return len(header).to_bytes(8, "little") + header, placed
 
 

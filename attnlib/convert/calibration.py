@@ -50,8 +50,9 @@ class Calibration:
         if not self.moment.isfinite().all():
             raise ValueError("moment: expected finite numbers; some input of the layer is NaN or infinite")
         if self.sample is not None and self.sample.shape[1:] != (len(self.moment) - 1,):
-            wanted = f"[n, {len(self.moment) - 1}]"
-            raise ValueError(f"sample: expected {wanted}, like moment, got {tuple(self.sample.shape)}")
+            raise ValueError(
+                f"sample: expected [n, {len(self.moment) - 1}], like moment, got {tuple(self.sample.shape)}"
+            )
 
     @classmethod
     def white(cls, hidden_size: int, device: torch.device | str | None = None) -> "Calibration":
@@ -144,7 +145,7 @@ def observe(
 
     ``advance`` is called after each batch. The result has the same bits for any number of workers.
     """
-    moments, seen = _Moments(), _Seen()
+    moments, seen = _Moments(), threading.local()
     hook = layer.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0]))
     try:
         for start in range(0, len(batches), workers.count):
@@ -161,15 +162,11 @@ def observe(
     return moments.mean()
 
 
-class _Seen(threading.local):
-    """The inputs that a layer's hook recorded in this thread."""
+def _moved(block: Block, seen: threading.local, batch: Batch) -> tuple[list[Tensor], Batch]:
+    """Return the inputs that the block's layer saw for a batch, and the batch after the block.
 
-    def __init__(self):
-        self.inputs: list[Tensor] = []
-
-
-def _moved(block: Block, seen: _Seen, batch: Batch) -> tuple[list[Tensor], Batch]:
-    """Return the inputs that the block's layer saw for a batch, and the batch after the block."""
+    The layer's hook records the inputs in ``seen``, which is local to the thread.
+    """
     x, arguments = batch if isinstance(batch, tuple) else (batch, {})
     seen.inputs = []
     with torch.no_grad():
@@ -213,8 +210,7 @@ class _Moments:
         def add_rows(start: int) -> None:
             self.total[start : start + STRIP, start:].addmm_(y[:, start : start + STRIP].T, y[:, start:])
 
-        for _ in workers.map(add_rows, range(0, len(self.total), STRIP)):
-            pass
+        list(workers.map(add_rows, range(0, len(self.total), STRIP)))  # waits for all of them
 
     def mean(self) -> Calibration:
         if not self.tokens:

@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reach",
         type=int,
+        default=REACH,
         metavar="N",
         help=f"largest query-key distance to preserve scores over (default: {REACH})",
     )
@@ -149,7 +150,7 @@ def _recipe(arguments: argparse.Namespace, model: CheckpointModel, *, calibrated
             arguments.merge,
             arguments.align,
             arguments.grouping,
-            reach=REACH if arguments.reach is None else arguments.reach,
+            reach=arguments.reach,
             calibrated=calibrated,
             maps_keys=rotates_alike(model.config) and not has_key_norms(model),
         )
@@ -166,12 +167,13 @@ def _to_mla(
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
         "q_rank": arguments.q_rank,
-        "reach": REACH if arguments.reach is None else arguments.reach,
+        "reach": arguments.reach,
         "norm": _norm(arguments.norm, model, calibrated=calibrated),
     }
     with _refusals("--to mla"):
-        known = {"calibrations": calibrations, "device": device()}
-        made = latent_converter(model.checkpoint.config, arguments.rank, **known, **options)
+        made = latent_converter(
+            model.checkpoint.config, arguments.rank, calibrations=calibrations, device=device(), **options
+        )
         scaling = rope_of(model.checkpoint.config).scaling
     said = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
     return _refusing(made), said | options
@@ -238,8 +240,7 @@ def _own_kind(
 ) -> Kind:
     if _kind(arguments) == "gqa":
         return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))
-    reach = REACH if arguments.reach is None else arguments.reach
-    options = {"rope_dim": arguments.rope_dim, "q_rank": arguments.q_rank, "reach": reach}
+    options = {"rope_dim": arguments.rope_dim, "q_rank": arguments.q_rank, "reach": arguments.reach}
     return LatentKind(model, calibrations, device(), options)
 
 

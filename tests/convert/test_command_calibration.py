@@ -43,7 +43,7 @@ def calibration_of(out):
 )
 def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, capsys):
     assert run(source, tmp_path / "out", *SHORT, to=to) == 0
-    sha256 = hashlib.sha256(choice.bundled()).hexdigest()
+    sha256 = hashlib.sha256(choice.calibrated()).hexdigest()
     said = {"text": choice.SAMPLE, "text_sha256": sha256, "samples": 3, "length": 16}
     assert calibration_of(tmp_path / "out") == said
     printed, bar = capsys.readouterr()
@@ -66,7 +66,7 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
 
 
 def test_the_sample_is_a_text_like_any(source, tmp_path):
-    (tmp_path / "sample").write_bytes(choice.bundled())
+    (tmp_path / "sample").write_bytes(choice.calibrated())
     assert run(source, tmp_path / "a", *SHORT) == 0
     assert run(source, tmp_path / "b", *SHORT, "--text", tmp_path / "sample") == 0
     a, b = (contents(tmp_path / name) for name in "ab")
@@ -134,7 +134,7 @@ def test_by_default_it_is_128_pieces_of_512_tokens(source, tmp_path, monkeypatch
 
 def test_the_sample_is_english_of_many_words():
     """A tokenizer of words and parts of words makes a token at least of each word."""
-    text = choice.bundled().decode()
+    text = choice.calibrated().decode()
     assert files("attnlib.convert.text").joinpath("sample.txt").is_file()
     assert text.startswith("Alice was beginning to get very tired of sitting by her sister on the bank")
     assert len(text.split()) > 16 * 2048

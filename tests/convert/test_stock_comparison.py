@@ -141,7 +141,7 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
     layers_of, heads_of = TextLayers.__init__, Head.__init__
     monkeypatch.setattr(TextLayers, "__init__", lambda self, *x: layers_of(self, *x) or streams.append(self))
     monkeypatch.setattr(Head, "__init__", lambda self, *x: heads_of(self, *x) or heads.append(self))
-    real = comparison._through
+    real = comparison.through
 
     def through(module, states):
         held.append(
@@ -154,7 +154,7 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
         )
         return real(module, states)
 
-    monkeypatch.setattr(comparison, "_through", through)
+    monkeypatch.setattr(comparison, "through", through)
     words = []
     add = Divergence.add
     monkeypatch.setattr(

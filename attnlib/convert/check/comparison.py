@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checkpoint_files.folder import Checkpoint
 from ..checkpoint.errors import CheckpointError
 from ..stock import load_model
 from ..text.freed import give_back
-from ..text.layers import TextLayers
+from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
 from .divergence import Divergence
 from .head import Head
@@ -70,17 +70,12 @@ def _streamed(
     states = layers.embedded(tokens)
     for index in range(len(layers)):
         with layers.layer(index) as layer, side_by_side(device) as workers:
-            for n, x in enumerate(workers.map(partial(_through, layer), states)):
+            for n, x in enumerate(workers.map(partial(through, layer), states)):
                 states[n] = x
         give_back()
         advance()
     norm = layers.load_norm()
-    return [_through(norm, x)[0] for x in states], head
-
-
-def _through(module: nn.Module, states: Tensor) -> Tensor:
-    with torch.no_grad():  # grad mode is per thread
-        return module(states)
+    return [through(norm, x)[0] for x in states], head
 
 
 def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Said | None:
@@ -107,8 +102,7 @@ def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) 
         for head in (old[1], new[1]):
             head.take(first, min(first + WORDS, head.words))
         with side_by_side(device) as workers:
-            for _ in workers.map(partial(_add, old[1], new[1], first), places):
-                pass
+            list(workers.map(partial(_add, old[1], new[1], first), places))  # waits for all of them
         give_back()
     found = [divergence for _, _, some in places for divergence in some]
     if not all(math.isfinite(divergence.largest) for divergence in found):

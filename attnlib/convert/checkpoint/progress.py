@@ -9,13 +9,12 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from ...checkpoint_files.folder import SourceFile
 from ...checkpoint_files.plain_json import dump, parse_object
 from .errors import CheckpointError, RequestError
-from .verify import file_sha256
+from .verify import has_sha256
 from .writing import put_in_place, sync_folder, write_file
 
 PROGRESS, REPLACED = "progress.json", "replaced"
@@ -51,9 +50,8 @@ class WorkFolder:
             return
         self.layers, self.forms = done["layers"], done["forms"]
         for name in done["shards"].keys() & set(names):
-            with suppress(CheckpointError):
-                if file_sha256(self.checkpoint / name) == done["shards"][name]:
-                    self.shards[name] = done["shards"][name]
+            if has_sha256(self.checkpoint / name, done["shards"][name]):
+                self.shards[name] = done["shards"][name]
 
     def begin(self) -> None:
         """Create the folder, and remove all files of an earlier run except finished shards."""

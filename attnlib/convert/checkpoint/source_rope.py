@@ -52,7 +52,6 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
     """Return the rope of the layers with a window, or of those without one."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = _fields(config, family, key, has_window=has_window)
-    kind = fields["rope_type"]
     share = fields["partial_rotary_factor"]
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise CheckpointError(
@@ -64,7 +63,7 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
         return Rope(dim, fields["rope_theta"], scaling, interleaved=family.rope == "interleaved")
     except KeyError as error:
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing"
+            f"{CONFIG}: {key}: expected {error.args[0]} with {fields['rope_type']!r}, and it is missing"
         ) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):

@@ -1,6 +1,7 @@
 """Verify the written result: parse each shard again, compare its sha256, and run the caller's check."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +39,11 @@ def run_check(check: Check | None, folder: Path, errors: Errors) -> dict[str, ob
         return {"check": "failed", "reason": str(error)}
 
 
-def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return the sha256 of a plain file.
-
-    Raises:
-        CheckpointError: the file is missing, a link or unreadable.
-    """
-    return SourceFile.at(path).sha256(advance)
+def has_sha256(path: Path, sha256: str) -> bool:
+    """True if ``path`` is a readable plain file with this sha256."""
+    with suppress(CheckpointError):
+        return SourceFile.at(path).sha256() == sha256
+    return False
 
 
 def _is_intact(
@@ -58,6 +57,6 @@ def _is_intact(
         with safe_open(folder / shard.name, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (file is not a mapping)
             held = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-        return held == planned and file_sha256(folder / shard.name, advance) == hashes[shard.name]
+        return held == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]
     except (SafetensorError, CheckpointError, OSError):
         return False

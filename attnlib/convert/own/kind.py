@@ -15,7 +15,6 @@ from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
 from ..checkpoint.model import CheckpointModel, layout_of
 
 Calibrations = Callable[[int], Calibration]
-Advance = Callable[[], object]
 
 
 class Measured(NamedTuple):

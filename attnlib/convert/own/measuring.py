@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..checkpoint.layer import ConvertedLayer
 from ..checkpoint.plan import weights_of
 from ..stock import read_config
 from ..text.freed import give_back
-from ..text.layers import TextLayers
+from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
 from .kind import Kind, Measured
 
@@ -91,11 +92,7 @@ def _some(tokens: Tensor, token_bytes: int) -> Tensor:
 
 
 def _moved(layer: nn.Module, states: States, map_: Callable) -> States:
-    def through(x: Tensor) -> Tensor:
-        with torch.no_grad():  # grad mode is per thread
-            return layer(x)
-
-    return list(map_(through, states))
+    return list(map_(partial(through, layer), states))
 
 
 @contextmanager
@@ -134,12 +131,12 @@ def _head(kind: Kind) -> Head:
 def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]]) -> BySize:
     """Return the KL divergence of each branch from the source, computed from their final hidden states."""
     nowhere = torch.full((PLACES,), -1, device=path[0].device)
-    places = [x for states in _normed(norm, path) for x in states.split(PLACES)]
+    places = [x for states in path for x in through(norm, states)[0].split(PLACES)]
     found = []
     for branches in apart:
         found.append({})
         for size, states in branches.items():
-            cut = [x for moved in _normed(norm, states) for x in moved.split(PLACES)]
+            cut = [x for moved in states for x in through(norm, moved)[0].split(PLACES)]
             found[-1][size] = [
                 (x, y, Divergence(nowhere[: len(x)])) for x, y in zip(places, cut, strict=True)
             ]
@@ -157,9 +154,3 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
 
 def _mean(places: Sequence[tuple[Tensor, Tensor, Divergence]]) -> float:
     return float(torch.cat([divergence.kl() for _, _, divergence in places]).mean())
-
-
-def _normed(norm: nn.Module, states: States) -> Iterator[Tensor]:
-    for x in states:
-        with torch.no_grad():
-            yield norm(x)[0]

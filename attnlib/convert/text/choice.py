@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import RequestError
 from ..stock import read_config, stock
+from ..wording import option
 from .kept import CalibrationPath, advised
 from .sample import calibrated
 from .tokens import decoded, read_text, tokens_of
@@ -69,8 +70,9 @@ class Choice:
         if not arguments.no_calibration:
             return cls(arguments.text, arguments.samples, arguments.length, arguments.keep_calibration)
         if given := [name for name in OPTIONS if getattr(arguments, name) is not None]:
-            listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise RequestError(f"{listed}: does not apply with --no-calibration; leave it out")
+            raise RequestError(
+                f"{', '.join(map(option, given))}: does not apply with --no-calibration; leave it out"
+            )
         return None
 
     def tokens(self, source: Path) -> tuple[Tensor, dict[str, object]]:
@@ -79,7 +81,7 @@ class Choice:
         Raises:
             RequestError, CheckpointError: as :func:`read_text` and :func:`tokens_of`.
         """
-        text, sha256 = decoded(bundled()) if self.file is None else read_text(self.file)
+        text, sha256 = decoded(calibrated()) if self.file is None else read_text(self.file)
         samples, length = SAMPLES if self.samples is None else self.samples, self.length
         with advised():
             if length is None:
@@ -108,11 +110,6 @@ class Choice:
                 f"{error.strerror}"
             ) from error
         return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
-
-
-def bundled() -> bytes:
-    """Return the bundled sample: alternating passages of four English books from 1788 to 1865."""
-    return calibrated()
 
 
 def said_of(settings: Mapping[str, object]) -> str:

@@ -53,9 +53,10 @@ def names_of(decoder: nn.Module) -> Names:
     for names in KNOWN:
         if all(name in children for name in names) and "project_out" not in children:
             return names
-    kind = str(decoder.config.model_type)[:80]
-    wanted = "expected a decoder with an embedding, layers and a norm, to run it over text"
-    raise CheckpointError(f"config.json: model_type: {wanted}, got {kind!r}")
+    raise CheckpointError(
+        "config.json: model_type: expected a decoder with an embedding, layers and a norm, to run it over "
+        f"text, got {str(decoder.config.model_type)[:80]!r}"
+    )
 
 
 def prefix_of(checkpoint: Checkpoint, names: Names) -> str:
@@ -66,6 +67,8 @@ def prefix_of(checkpoint: Checkpoint, names: Names) -> str:
         place for place in places if any(name.startswith(f"{place}{first}") for name in checkpoint.tensors)
     ]
     if len(found) != 1:
-        wanted = "expected once, next to the layers, to run the model over text"
-        raise CheckpointError(f"{embedding}: {wanted}, got {len(found)} of them")
+        raise CheckpointError(
+            f"{embedding}: expected once, next to the layers, to run the model over text, got "
+            f"{len(found)} of them"
+        )
     return found[0]

@@ -90,14 +90,12 @@ class CalibrationStore:
             remove(self._stored.folder)
 
     def __call__(self, index: int) -> Calibration:
-        if self._running is not None:
-            self._prepare()
+        self._prepare()
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
         """Return the measurements that :meth:`remember` stored for ``asked``, or None."""
-        if self._running is not None:
-            self._prepare()
+        self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
@@ -113,6 +111,8 @@ class CalibrationStore:
         return STAYS if self.place.is_left else "finished calibrations are removed"
 
     def _prepare(self) -> None:
+        if self._running is None:
+            return
         identity = self._identity()
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")

@@ -172,6 +172,12 @@ class TextLayers:
         return stored
 
 
+def through(module: nn.Module, states: Tensor) -> Tensor:
+    """Return ``module(states)`` without gradients."""
+    with torch.no_grad():  # grad mode is per thread
+        return module(states)
+
+
 class _Arguments(NamedTuple):
     """The arguments of a layer besides the hidden states."""
 

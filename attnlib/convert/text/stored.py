@@ -20,7 +20,7 @@ from ..calibration import Calibration
 from ..checkpoint.conversion import bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
 from ..checkpoint.progress import is_left, remove
-from ..checkpoint.verify import file_sha256
+from ..checkpoint.verify import has_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
 DONE, MEASURED = "calibration.json", "measured-"
@@ -57,9 +57,9 @@ class LayerFolder:
             if done.get("identity") != self.identity:
                 return
             layers, reached, states = done["layers"], done["reached"], done["states"]
-            lost = [n for n, sha256 in enumerate(layers) if not self._is_there(_layer(n), sha256)]
+            lost = [n for n, sha256 in enumerate(layers) if not has_sha256(self.folder / _layer(n), sha256)]
             self.layers, self.lost = [*layers], lost
-            if states is None or self._is_there(_states(reached), states):
+            if states is None or has_sha256(self.folder / _states(reached), states):
                 self.reached, self._states = reached, states
 
     def begin(self) -> None:
@@ -118,11 +118,6 @@ class LayerFolder:
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
         """Store measurements under ``asked``."""
         write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
-
-    def _is_there(self, name: str, sha256: str) -> bool:
-        with suppress(CheckpointError):
-            return file_sha256(self.folder / name) == sha256
-        return False
 
     def _write_layer(self, index: int, calibration: Calibration) -> str:
         held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
