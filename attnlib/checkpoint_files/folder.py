@@ -210,10 +210,10 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
     shards = tuple(at(source / name) for name in shard_names)
     tensors = {}
     for shard in shards:
-        held = _header(shard)
+        entries = _header(shard)
         if weight_map is not None:
-            _agree(held, listed[shard.name], shard.name)
-        tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in held.items()}
+            _agree(entries, listed[shard.name], shard.name)
+        tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in entries.items()}
     limits = dict.fromkeys(COPIED, MAX_COPIED) | {GENERATION: MAX_CONFIG}
     copied = tuple(at(source / name, limit=limit) for name, limit in limits.items() if name in names)
     read = {file.name for file in described_by + shards + copied}
@@ -264,16 +264,16 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
     return parse_header(file.read(8, length), file.size, file.name)
 
 
-def _agree(held: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
+def _agree(entries: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
     """Raise CheckpointError unless a shard holds exactly the tensors that the index lists for it.
 
     So no tensor can be in two shards.
     """
-    for tensor in sorted(listed - held.keys()):
+    for tensor in sorted(listed - entries.keys()):
         raise CheckpointError(
             f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it"
         )
-    for tensor in sorted(held.keys() - listed):
+    for tensor in sorted(entries.keys() - listed):
         raise CheckpointError(f"{name}: holds {tensor!r}, which {INDEX} lists elsewhere or not at all")
 
 

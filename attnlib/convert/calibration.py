@@ -151,7 +151,7 @@ def observe(
         for start in range(0, len(batches), workers.count):
             some = slice(start, start + workers.count)  # only these are in memory as input and output at once
             for n, (inputs, batch) in enumerate(
-                workers.map(partial(_moved, block, seen), batches[some]), start
+                workers.map(partial(_run_block, block, seen), batches[some]), start
             ):
                 for x in inputs:
                     moments.add(x, workers)
@@ -162,7 +162,7 @@ def observe(
     return moments.mean()
 
 
-def _moved(block: Block, seen: threading.local, batch: Batch) -> tuple[list[Tensor], Batch]:
+def _run_block(block: Block, seen: threading.local, batch: Batch) -> tuple[list[Tensor], Batch]:
     """Return the inputs that the block's layer saw for a batch, and the batch after the block.
 
     The layer's hook records the inputs in ``seen``, which is local to the thread.
@@ -235,14 +235,14 @@ class _Sample:
         places = torch.arange(self._seen, self._seen + len(x), device=x.device)
         numbers = philox((places, *3 * [torch.zeros_like(places)]), (0, 0))[0] / 2**32
         self._seen += len(x)
-        self._parts.append(self._kept(numbers, x))
+        self._parts.append(self._retained(numbers, x))
         while sum(len(rows) for _, rows in self._parts) > SAMPLE:
             self._share /= 2
-            self._parts = [self._kept(*part) for part in self._parts]
+            self._parts = [self._retained(*part) for part in self._parts]
 
     def rows(self) -> Tensor:
         return torch.cat([rows for _, rows in self._parts])
 
-    def _kept(self, numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        kept = numbers < self._share
-        return numbers[kept], rows[kept]
+    def _retained(self, numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        is_retained = numbers < self._share
+        return numbers[is_retained], rows[is_retained]

@@ -111,8 +111,8 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
             f"logits: largest difference {difference:.3g}, largest logit {largest:.3g}; "
             f"KL divergence {measures['kl_nats']:.3g} nats"
         )
-    if said := lost(measures, out=out):
-        lines.append(said)
+    if sentence := lost(measures, out=out):
+        lines.append(sentence)
     if report["settings"].get("norm") == "exact":
         lines.append(
             "loaders: transformers reads the result; those that drop biases, such as vLLM's, need "

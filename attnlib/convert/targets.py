@@ -175,8 +175,8 @@ def _to_mla(
             model.checkpoint.config, arguments.rank, calibrations=calibrations, device=device(), **options
         )
         scaling = rope_of(model.checkpoint.config).scaling
-    said = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
-    return _refusing(made), said | options
+    reported = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
+    return _refusing(made), reported | options
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
@@ -227,8 +227,8 @@ def _to_own(
             sizes = [size] * len(model.layers)
         require_loadable(kind, sizes)
     made = kind.converter(sizes)
-    said = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
-    return replace(made, convert_layer=_refusing(made.convert_layer)), said | dict(kind.options)
+    reported = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
+    return replace(made, convert_layer=_refusing(made.convert_layer)), reported | dict(kind.options)
 
 
 def _own_kind(

@@ -130,7 +130,7 @@ SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexit
         (
             {},
             "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually recovers most "
-            "of that",
+            "of the loss",
         ),
         ({"perplexity_after": 15017.3}, "perplexity 27.9 before, 15,017 after on"),
         (

@@ -26,7 +26,7 @@ ROWS = 16  # positions whose logits are cast to fp64 at once
 NONE = "none: the model has no head"
 
 Measures = dict[str, object]
-Said = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and the model's head
+Outputs = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and the model's head
 
 
 def compare(
@@ -53,17 +53,17 @@ def compare(
         size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
         if size > WHOLE:
             return f"not compared: {error}; the model has {size:,} bytes, too many to load at once"
-        said = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
+        outputs = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
     else:
-        said = [_streamed(layers, tokens, device, advance) for layers in streams]
-    if None in said:
+        outputs = [_streamed(layers, tokens, device, advance) for layers in streams]
+    if None in outputs:
         return NONE
-    return _measures(said[0], said[1], tokens.to(device), device)
+    return _measures(outputs[0], outputs[1], tokens.to(device), device)
 
 
 def _streamed(
     layers: TextLayers, tokens: Tensor, device: torch.device | str, advance: Callable[[], object]
-) -> Said | None:
+) -> Outputs | None:
     head = Head.of_checkpoint(layers.checkpoint, device)
     if head is None:
         return None
@@ -78,7 +78,7 @@ def _streamed(
     return [through(norm, x)[0] for x in states], head
 
 
-def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Said | None:
+def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Outputs | None:
     seen = []
     model = load_model(checkpoint, dtype=torch.float32, device=device, allow_nonfinite=True)
     head = model.get_output_embeddings()
@@ -92,7 +92,7 @@ def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -
     return seen, Head.of_model(model)
 
 
-def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) -> Measures | str:
+def _measures(old: Outputs, new: Outputs, tokens: Tensor, device: torch.device | str) -> Measures | str:
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
     cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
     places = [

@@ -14,33 +14,33 @@ class Divergence:
         self.targets = targets
         self.largest: float = 0.0  # largest absolute logit of the old model
         self.difference: float = 0.0  # largest absolute difference of old and new logits
-        self._old, self._new, self._apart = _LogSum(), _LogSum(), torch.zeros(())
-        self._said = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
+        self._old, self._new, self._weighted = _LogSum(), _LogSum(), torch.zeros(())
+        self._target_logits = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, first: int, old: Tensor, new: Tensor) -> None:
         """Add logits ``[n, words]`` of both models, for the vocabulary slice that starts at ``first``."""
         old, new = old.double(), new.double()
-        apart = old - new
+        gap = old - new
         self.largest = _larger(self.largest, old)
-        self.difference = _larger(self.difference, apart)
+        self.difference = _larger(self.difference, gap)
         before = self._old.highest
         weights = self._old.add(old)
-        shrunk = 0.0 if before is None else self._apart * (before - self._old.highest).exp()
-        self._apart = shrunk + (weights * apart).sum(-1)
+        shrunk = 0.0 if before is None else self._weighted * (before - self._old.highest).exp()
+        self._weighted = shrunk + (weights * gap).sum(-1)
         self._new.add(new)
         here = (self.targets >= first) & (self.targets < first + old.shape[1])
         places = here.nonzero().squeeze(1)
-        for said, logits in zip(self._said, (old, new), strict=True):
-            said[places] = logits[places, self.targets[places] - first]
+        for target_logits, logits in zip(self._target_logits, (old, new), strict=True):
+            target_logits[places] = logits[places, self.targets[places] - first]
 
     def kl(self) -> Tensor:
         """Return the KL divergence of the new model from the old one at each position, in nats."""
-        return self._apart / self._old.total - self._old.value() + self._new.value()
+        return self._weighted / self._old.total - self._old.value() + self._new.value()
 
     def lost(self) -> Tensor:
         """Return the cross-entropy of both models in nats: ``[2, positions that have a target]``."""
         sums = torch.stack((self._old.value(), self._new.value()))
-        return (sums - self._said)[:, self.targets >= 0]
+        return (sums - self._target_logits)[:, self.targets >= 0]
 
 
 class _LogSum:

@@ -32,7 +32,7 @@ class Head:
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):
         self._head, self._rows = model.get_output_embeddings(), rows
         self.words: int = self._head.out_features
-        setattr(model, model.base_model_prefix, _Given())
+        setattr(model, model.base_model_prefix, _StubDecoder())
         self._model = model.eval()
 
     @classmethod
@@ -82,18 +82,18 @@ def _in_fp32(stored: StoredTensor, device: torch.device | str, first: int, last:
     return stored.rows(first, last).to(device).to(torch.float32, copy=True)
 
 
-class _Given(nn.Module):
+class _StubDecoder(nn.Module):
     """A stand-in decoder that returns its input embeddings as the final hidden states."""
 
     @property
-    def decoder(self) -> "_Given":  # OPT's attribute
+    def decoder(self) -> "_StubDecoder":  # OPT's attribute
         return self
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> "_Output":
-        return _Output(inputs_embeds)
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> "_StubOutput":
+        return _StubOutput(inputs_embeds)
 
 
-class _Output:
+class _StubOutput:
     """The output of the stand-in decoder; every attribute but the hidden states is None."""
 
     def __init__(self, states: Tensor):

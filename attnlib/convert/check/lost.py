@@ -35,10 +35,10 @@ def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object 
         return None
     before, after = measures["perplexity_before"], measures["perplexity_after"]
     where = f"on {measures['tokens']:,} tokens of {measures['text']}"
-    told = f"perplexity {_number(before)} before, {_number(after)} after {where}"
+    line = f"perplexity {_number(before)} before, {_number(after)} after {where}"
     if after is not None and before is not None and after <= before * (1 + NOTICED):
-        return f"{told}: no loss to recover by fine-tuning"
-    return f"{told}; {RETURNS.format(source=source, out=out)}"
+        return f"{line}: no loss to recover by fine-tuning"
+    return f"{line}; {RETURNS.format(source=source, out=out)}"
 
 
 def _number(perplexity: float | None) -> str:

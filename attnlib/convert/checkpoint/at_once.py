@@ -18,16 +18,16 @@ def read_at_once(
     The ``advance`` passed to ``read`` is thread-safe. If one call raises or the caller is interrupted, the
     other calls end with a CancelledError at their next ``advance``.
     """
-    telling, stopped = Lock(), Event()
+    lock, stopped = Lock(), Event()
 
-    def tell(count: int) -> None:
-        with telling:
+    def locked_advance(count: int) -> None:
+        with lock:
             if stopped.is_set():
                 raise CancelledError
             advance(count)
 
     with ThreadPoolExecutor(FILES) as pool:
-        reading = [pool.submit(read, file, tell) for file in files]
+        reading = [pool.submit(read, file, locked_advance) for file in files]
         try:
             for ended in as_completed(reading):
                 ended.result()

@@ -173,7 +173,7 @@ def _write_shard(
                     file.write(part)
                     advance(len(part))
             else:
-                file.write(_checked(layers.planned(name, output), finite, name))
+                file.write(_finite_bytes(layers.planned(name, output), finite, name))
                 advance(output.entry.nbytes)
     return file.sha256
 
@@ -197,7 +197,7 @@ def _write_rest(
     return hashes
 
 
-def _checked(tensor: Tensor, finite: bool, name: str) -> bytearray:
+def _finite_bytes(tensor: Tensor, finite: bool, name: str) -> bytearray:
     if finite and (counts := count_nonfinite(tensor)):
         raise VerificationError(f"{name}: expected finite weights of a finite source, got {counts}")
     return bytes_of(tensor)

@@ -111,12 +111,12 @@ def join(family: AttentionStorage, weights: Mapping[str, Tensor], shape: LayerSh
             names = [f"{part}.{parameter}" for part in ours]
             if all(name in left for name in names):
                 parts = [left.pop(name) for name in names]
-                _require_alike(family, parts, shape)
+                _require_equal_heads(family, parts, shape)
                 stored[f"{disk}.{parameter}"] = fused(family, parts, shape.heads).contiguous()
     return stored | left
 
 
-def _require_alike(family: AttentionStorage, parts: list[Tensor], shape: LayerShape) -> None:
+def _require_equal_heads(family: AttentionStorage, parts: list[Tensor], shape: LayerShape) -> None:
     heads = [len(part) // shape.head_dim for part in parts]
     if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(

@@ -120,10 +120,10 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
     model = layers.model
     seen, outputs, fields = {}, {}, None
     for index, layer in model.layers.items():
-        alike = layers.kind(index)
-        if alike not in seen:
+        key = layers.kind(index)
+        if key not in seen:
             made = layers.tensors(index).items()
-            seen[alike] = {
+            seen[key] = {
                 name.removeprefix(layer.prefix): TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in made
             }
             if fields is not None and layers.config(index) != fields:
@@ -131,7 +131,7 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
                     f"layer {index}: expected config {fields} as before, got {layers.config(index)}"
                 )
             fields = layers.config(index)
-        outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[alike].items()}
+        outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[key].items()}
     config = edit_config(model.checkpoint.config, fields, model.shape)
     if not is_latent(config) and not is_own(config):
         _check_result(layers, seen, config)
@@ -176,8 +176,8 @@ def _sharded(outputs: Mapping[str, Output], max_shard_size: int, config: dict) -
     for name, tensors in found.filename_to_tensors.items():
         wide_first = sorted(tensors, key=lambda tensor: -outputs[tensor].entry.dtype.itemsize)
         header, placed = make_header({tensor: outputs[tensor].entry for tensor in wide_first})
-        held = {tensor: replace(outputs[tensor], entry=entry) for tensor, entry in placed.items()}
-        shards.append(Shard(name, header, held))
+        placed_outputs = {tensor: replace(outputs[tensor], entry=entry) for tensor, entry in placed.items()}
+        shards.append(Shard(name, header, placed_outputs))
     index = {"metadata": found.metadata, "weight_map": found.tensor_to_filename} if found.is_sharded else None
     return Plan(tuple(shards), index, config)
 

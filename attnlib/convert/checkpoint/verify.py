@@ -56,7 +56,7 @@ def _is_intact(
     try:
         with safe_open(folder / shard.name, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (file is not a mapping)
-            held = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-        return held == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]
+            stored = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+        return stored == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]
     except (SafetensorError, CheckpointError, OSError):
         return False

@@ -36,18 +36,18 @@ ROPE_DIM = 64  # default number of rotary channels; fewer if the source has fewe
 STEP = 16  # distance between the candidate ranks
 
 
-class _Read(NamedTuple):
+class _Decomposed(NamedTuple):
     """A layer decomposed for truncation to any rank.
 
     ``whole`` is the latent of full rank, ``seen`` the inputs, ``cost`` and ``queries`` weigh errors of the
-    latent and of the queries, and ``turned`` is the share of scores lost by rotating fewer channels.
+    latent and of the queries, and ``rotation_loss`` is the share of scores lost by rotating fewer channels.
     """
 
     whole: Latent
     seen: Attended
     cost: Cost
     queries: QueryCost
-    turned: float
+    rotation_loss: float
 
 
 class LatentKind(Kind):
@@ -75,7 +75,7 @@ class LatentKind(Kind):
         )
         return LatentForm(
             kv_lora_rank=size,
-            qk_nope_head_dim=self._still(index),
+            qk_nope_head_dim=self._unrotated(index),
             qk_rope_head_dim=rope_dim,
             v_head_dim=shape.head_dim,
             rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders until conversion
@@ -84,34 +84,34 @@ class LatentKind(Kind):
         )
 
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
-        read = self._read(weights, shape)
-        spectrum = Spectrum.of(read.whole, read.seen, read.cost)
-        lost = spectrum.lost.tolist()
-        layers = {size: self._layer(read, spectrum, weights, shape, size) for size in sizes}
-        return Measured({size: lost[size] for size in self.sizes(shape.index)}, layers)
+        layer = self._decomposed(weights, shape)
+        spectrum = Spectrum.of(layer.whole, layer.seen, layer.cost)
+        squares = spectrum.lost.tolist()
+        layers = {size: self._layer(layer, spectrum, weights, shape, size) for size in sizes}
+        return Measured({size: squares[size] for size in self.sizes(shape.index)}, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        read = self._read(weights, shape)
-        is_whole = size == len(read.whole.down)
-        spectrum = None if is_whole else Spectrum.of(read.whole, read.seen, read.cost)
-        return self._layer(read, spectrum, weights, shape, size)
+        layer = self._decomposed(weights, shape)
+        is_whole = size == len(layer.whole.down)
+        spectrum = None if is_whole else Spectrum.of(layer.whole, layer.seen, layer.cost)
+        return self._layer(layer, spectrum, weights, shape, size)
 
     def _layer(
         self,
-        read: _Read,
+        layer: _Decomposed,
         spectrum: Spectrum | None,
         weights: Mapping[str, Tensor],
         shape: LayerShape,
         size: int,
     ) -> ConvertedLayer:
         """Return the layer of this size; full rank needs no spectrum."""
-        latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
-        keys, values = read.cost.shares(read.whole, latent, read.seen)
-        lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
-        errors = {name: share**0.5 for name, share in lost.items()}
+        latent = layer.whole if size == len(layer.whole.down) else spectrum.cut(layer.whole, size)
+        keys, values = layer.cost.shares(layer.whole, latent, layer.seen)
+        squares = {"key_error": keys, "value_error": values, "rope_error": layer.rotation_loss}
+        errors = {name: share**0.5 for name, share in squares.items()}
         if self.options["q_rank"] is not None:
             latent, errors["query_error"] = with_low_rank_queries(
-                latent, self.options["q_rank"], read.queries
+                latent, self.options["q_rank"], layer.queries
             )
         stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
@@ -122,7 +122,7 @@ class LatentKind(Kind):
         )
         return ConvertedLayer(state, errors=errors | {"rounding": rounding}, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Read:
+    def _decomposed(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Decomposed:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
@@ -133,10 +133,14 @@ class LatentKind(Kind):
         # With all rotary channels no pairs are mixed, and even_queries would change bits for nothing.
         if self._rope_dim(shape.index) < self._rotary(shape.index):
             heads = even_queries(heads, calibration)
-        whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
-        whole = _widened(whole, self._still(shape.index))
+        whole, rotation_loss = whole_latent(
+            heads, self._rope_dim(shape.index) or None, calibration, reach=reach
+        )
+        whole = _padded(whole, self._unrotated(shape.index))
         cost = Cost.of(whole, heads, calibration, seen, reach=reach)
-        return _Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
+        return _Decomposed(
+            whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), rotation_loss
+        )
 
     def _rotary(self, index: int) -> int:
         """Return the number of rotary channels of all KV heads together."""
@@ -152,7 +156,7 @@ class LatentKind(Kind):
         """Return the rank of the full latent."""
         return 2 * self.model.shape.kv_heads * self.model.shape.head_dim - self._rope_dim(index)
 
-    def _still(self, index: int) -> int:
+    def _unrotated(self, index: int) -> int:
         """Return the number of unrotated channels of a query.
 
         That is the whole head if some pairs are no longer rotated.
@@ -163,7 +167,7 @@ class LatentKind(Kind):
         return max(1, shape.head_dim - rotary // shape.kv_heads)
 
 
-def _widened(latent: Latent, width: int) -> Latent:
+def _padded(latent: Latent, width: int) -> Latent:
     """Pad the latent with zero channels to ``width`` unrotated channels."""
     more = width - latent.to_nope.shape[1]
     return replace(

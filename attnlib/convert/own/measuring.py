@@ -60,7 +60,7 @@ def found_on(
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
-    read = _some(tokens, 4 * model.shape.width * sum(map(len, sizes)))
+    read = _first_tokens(tokens, 4 * model.shape.width * sum(map(len, sizes)))
     path, apart, losses = layers.embedded(read), [], []
     for index in model.layers:
         measured = _measured(kind, index, sizes[index])
@@ -68,12 +68,14 @@ def found_on(
         with layers.layer(index) as layer, side_by_side(device) as workers, torch.no_grad():
             for branches in apart:
                 for size, states in branches.items():
-                    branches[size] = _moved(layer, states, workers.map)
+                    branches[size] = _run_layer(layer, states, workers.map)
             apart.append({})
             for size, made in measured.layers.items():
-                with _attending(layer.layer, model.family.attention, _attention(kind, config, index, made)):
-                    apart[-1][size] = _moved(layer, path, workers.map)
-            path = _moved(layer, path, workers.map)
+                with _replaced_attention(
+                    layer.layer, model.family.attention, _attention(kind, config, index, made)
+                ):
+                    apart[-1][size] = _run_layer(layer, path, workers.map)
+            path = _run_layer(layer, path, workers.map)
         del measured  # frees memory for the next layer
         give_back()
         advance()
@@ -84,19 +86,19 @@ def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
     return kind.measured(weights_of(kind.model, index), replace(kind.model.shape, index=index), sizes)
 
 
-def _some(tokens: Tensor, token_bytes: int) -> Tensor:
+def _first_tokens(tokens: Tensor, token_bytes: int) -> Tensor:
     """Return the tokens that fit into ROOM: the first windows, or the start of the first window."""
     count = max(1, min(TOKENS, ROOM // token_bytes))
     length = min(tokens.shape[1], count)
     return tokens[: max(1, count // length), :length]
 
 
-def _moved(layer: nn.Module, states: States, map_: Callable) -> States:
+def _run_layer(layer: nn.Module, states: States, map_: Callable) -> States:
     return list(map_(partial(through, layer), states))
 
 
 @contextmanager
-def _attending(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
+def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
     """Replace the decoder layer's attention, its attribute ``name``, inside the block."""
     own = getattr(layer, name)
     setattr(layer, name, attention)
@@ -142,10 +144,10 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
             ]
     for first in range(0, head.words, WORDS):
         head.take(first, min(first + WORDS, head.words))
-        said = {id(x): head(x) for x in places}
+        old_logits = {id(x): head(x) for x in places}
         for some in (some for branches in found for some in branches.values()):
             for x, y, divergence in some:
-                divergence.add(first, said[id(x)], head(y))
+                divergence.add(first, old_logits[id(x)], head(y))
             # Freed logits leave holes between the sums that stay allocated: 6 GB for 60 branches of a model
             # with 135M weights.
             give_back()

@@ -67,10 +67,10 @@ def _found(
         "options": dict(kind.options),
         "compared": compared,
     }
-    held = kept.recalled(asked)
-    if held is not None:
+    known = kept.recalled(asked)
+    if known is not None:
         losses, nats = (
-            [{int(size): x for size, x in one.items()} for one in held[name]] for name in Found._fields
+            [{int(size): x for size, x in one.items()} for one in known[name]] for name in Found._fields
         )
         return Found(losses, nats)
     found = found_on(kind, compared, kept.tokens, advance)
@@ -135,10 +135,10 @@ def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
     from ...integrations.transformers.own import config_from
     from ...models.own_form import own_config
 
-    said = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
+    config_json = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
     try:
         with quiet(), torch.device("meta"):
-            config = config_from(said)
+            config = config_from(config_json)
             class_of(config)(config)
     except (CheckpointError, ValueError, TypeError, NotImplementedError, KeyError) as error:
         raise RequestError(f"--to attnlib: attnlib.load cannot load the result: {error}") from error

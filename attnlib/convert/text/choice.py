@@ -90,9 +90,9 @@ class Choice:
                 )
             tokens = tokens_of(source, text, samples=samples, length=length)
         samples, length = tokens.shape  # a short text gives fewer samples
-        said = {"text_sha256": sha256, "samples": samples, "length": length}
-        said |= {"text": SAMPLE} if self.file is None else {}
-        return tokens, {"calibration": said, "transformers": stock().__version__}
+        reported = {"text_sha256": sha256, "samples": samples, "length": length}
+        reported |= {"text": SAMPLE} if self.file is None else {}
+        return tokens, {"calibration": reported, "transformers": stock().__version__}
 
     def place(self, out: Path, *, is_left: bool) -> CalibrationPath:
         """Return the path where the calibration of a conversion to ``out`` is stored.

@@ -71,5 +71,7 @@ def _windows(tokens: Tensor, first: int | None, length: int) -> Tensor:
 def _first(folder: Path) -> int | None:
     """Return the special token that the tokenizer puts before every text; None if it adds none."""
     tokenizer = tokenizer_of(folder)
-    said, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    return None if said[: len(plain)] == plain else int(said[0])
+    with_special, plain = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    return None if with_special[: len(plain)] == plain else int(with_special[0])

@@ -36,13 +36,13 @@ class TextLayers:
         self._prefix = prefix_of(checkpoint, self._names)
         self._arguments: list[_Arguments] = []
         for index, layer in enumerate(self._layers):
-            self._stored(layer, self._place(index))
+            self._stored(layer, self._layer_prefix(index))
 
     @property
     def _layers(self) -> nn.ModuleList:
         return getattr(self._base, self._names.layers)
 
-    def _place(self, index: int) -> str:
+    def _layer_prefix(self, index: int) -> str:
         """Return the prefix of a layer's weight names."""
         return f"{self._prefix}{self._names.layers}.{index}."
 
@@ -124,8 +124,8 @@ class TextLayers:
         """
         layer = self._layers[index]
         try:
-            self.load(layer, self._place(index))
-            yield _With(layer, self._arguments[index])
+            self.load(layer, self._layer_prefix(index))
+            yield _BoundLayer(layer, self._arguments[index])
         finally:
             layer.to("meta")
 
@@ -181,11 +181,11 @@ def through(module: nn.Module, states: Tensor) -> Tensor:
 class _Arguments(NamedTuple):
     """The arguments of a layer besides the hidden states."""
 
-    by_place: tuple[object, ...]
-    by_name: dict[str, object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
-class _With(nn.Module):
+class _BoundLayer(nn.Module):
     """A layer with bound arguments, which are the same for all samples."""
 
     def __init__(self, layer: nn.Module, arguments: _Arguments):
@@ -193,14 +193,14 @@ class _With(nn.Module):
         self.layer, self.arguments = layer, arguments
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.layer(hidden_states, *self.arguments.by_place, **self.arguments.by_name)
+        return self.layer(hidden_states, *self.arguments.args, **self.arguments.kwargs)
 
 
 class _Recorder(nn.Module):
     """A layer that records its arguments and returns the hidden states unchanged."""
 
-    def forward(self, hidden_states: Tensor, *by_place: object, **by_name: object) -> Tensor:
-        self.arguments = _Arguments(by_place, by_name)
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        self.arguments = _Arguments(args, kwargs)
         return hidden_states
 
 

@@ -101,18 +101,18 @@ class LayerFolder:
             DamageError: the file has changed since it was written.
         """
         try:
-            held = _read(self.folder / _layer(index), self.layers[index])
+            found = _read(self.folder / _layer(index), self.layers[index])
         except CheckpointError as error:
             raise DamageError(f"{error}; run the command again to recompute it") from error
-        return Calibration(int(held["tokens"]), held["moment"], held["sample"])
+        return Calibration(int(found["tokens"]), found["moment"], found["sample"])
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
         """Return the measurements stored under ``asked``; None if they are absent or damaged."""
         name = _measured(asked)
         with suppress(CheckpointError, KeyError):
-            held = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
-            if held["sha256"] == _sha256(held["measured"]):
-                return held["measured"]
+            found = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
+            if found["sha256"] == _sha256(found["measured"]):
+                return found["measured"]
         return None
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
@@ -120,8 +120,8 @@ class LayerFolder:
         write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
 
     def _write_layer(self, index: int, calibration: Calibration) -> str:
-        held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
-        return _write(self.folder, _layer(index), held | {"sample": [calibration.sample]})
+        found = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
+        return _write(self.folder, _layer(index), found | {"sample": [calibration.sample]})
 
     def _save(self) -> None:
         done = {
