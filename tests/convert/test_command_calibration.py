@@ -186,7 +186,7 @@ REFUSED = {
     "--reach: expected at least 1": ("--reach", 0),
     "--max-shard-size: expected": ("--max-shard-size", "0"),
     "OUT: expected a folder outside the source": ("out={source}/in/out",),
-    "OUT: expected its parent to be a folder": ("out={tmp}/no/out",),
+    "OUT: expected a writable parent folder": ("out={tmp}/no/out",),
     "OUT: expected a folder or an unused path": ("out={tmp}/file",),
     "OUT: expected an empty or new folder": ("out={tmp}/full",),
     "OUT: --overwrite replaces only folders with": ("out={tmp}/full", "--overwrite"),

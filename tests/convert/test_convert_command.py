@@ -348,7 +348,7 @@ def test_the_summary_is_of_the_result(tmp_path, text, capsys, with_text):
     options = ["--to", "mla", "--rope-dim", 4, "--reach", 1, "--rank", 14]
     options += text if with_text else ("--no-calibration",)
     assert main([str(x) for x in ("convert", source, tmp_path / "out", *options)]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "largest error" in line]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "largest layer error" in line]
     rows = report_of(tmp_path / "out")["layers"]
     own = ("key_error", "value_error", "rope_error", "norm_error", "rounding")
     value, layer, name = max((row[name], row["layer"], name) for row in rows for name in own)
@@ -426,7 +426,7 @@ def test_what_no_loader_would_load_is_not_made(tmp_path, kind, capsys):
         (("--kv-heads", "16"), "expected a divisor of the 8 KV heads that there are, got 16"),
         (("--kv-heads", "0"), "convert: --kv-heads: "),
         (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank: does not apply to --to gqa"),
-        (("--to", "mla"), "--rank: expected with --to mla"),
+        (("--to", "mla"), "--rank: required with --to mla"),
         (("--to", "mla", "--rank", "4", "--align", "none"), "--align: does not apply to --to mla"),
         (
             ("--kv-heads", "2", "--length", "9", "--no-calibration"),

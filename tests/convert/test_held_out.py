@@ -137,8 +137,8 @@ SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexit
             {"perplexity_after": None},
             "too large to compute after on 4,096 tokens of a text; fine-tuning usually",
         ),
-        ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: nothing that training would"),
-        ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: nothing that training would"),
+        ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: no loss to recover"),
+        ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: no loss to recover"),
         (
             {"perplexity_before": None, "perplexity_after": None},
             "too large to compute before, too large to compute after",
@@ -149,7 +149,7 @@ def test_what_was_lost_in_a_sentence(changed, wanted):
     said = lost(SAID | changed, source="in", out="out")
     assert wanted in said
     assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == (
-        "nothing that" not in said
+        "no loss to recover" not in said
     )
 
 

@@ -44,7 +44,7 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
     except RuntimeError as error:  # transformers could not assemble a tensor from its parts
         named = ", ".join(_holes(tensors)) or str(error)[:200]
         raise CheckpointError(
-            f"expected every part of the tensors that transformers assembles, got none of {named}"
+            f"expected all parts of the tensors that transformers assembles, got none of {named}"
         ) from error
     mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
     return {

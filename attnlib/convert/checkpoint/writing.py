@@ -159,7 +159,7 @@ def only_one(target: Path) -> Iterator[None]:
             mine = False
         if not mine:  # held by another run, or deleted by it between our open and lock
             raise RequestError(
-                f"{target}: expected no other run that writes there, got one; wait until it ends"
+                f"{target}: expected no other run, and another run writes there; wait until it ends"
             )
         try:
             yield
