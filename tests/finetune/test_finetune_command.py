@@ -338,7 +338,8 @@ def test_one_run_at_a_time(folders, tmp_path, capsys):
     with only_one(tmp_path / "out"):
         assert heal(folders, tmp_path / "out") == 2
     assert (
-        "out: expected no other run, and another run writes there; wait until it ends" in capsys.readouterr().err
+        "out: expected no other run, and another run writes there; wait until it ends"
+        in capsys.readouterr().err
     )
 
 

@@ -491,7 +491,8 @@ def test_a_snapshot_of_a_download_cache_is_loaded_by_its_path(stock, folder):
         logits(attnlib.load(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
     with pytest.raises(
-        CheckpointError, match=r"config\.json: expected a plain file, got a link; follow_links"
+        CheckpointError,
+        match=r"config\.json: expected a plain file, got a link; for a download cache use follow_links",
     ):
         attnlib.load(snapshot, follow_links=False)
     (snapshot / CONFIG).unlink()
