@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-def bar(title: str | None, total: int, unit: str, *, done: int = 0, unit_scale: bool = False) -> "tqdm":
+def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
     """Return a progress bar that starts at ``done`` of ``total`` steps; it is hidden without a title."""
     from tqdm import tqdm  # imported late, so that --help of any command stays fast
 
@@ -17,7 +17,6 @@ def bar(title: str | None, total: int, unit: str, *, done: int = 0, unit_scale: 
         initial=done,
         desc=title,
         unit=unit,
-        unit_scale=unit_scale,
         disable=title is None,
         mininterval=0.2 if sys.stderr.isatty() else 15,
     )

@@ -312,7 +312,7 @@ def changed(tmp_path, source, change):
     ("name", "new", "match"),
     [
         ("layers.1.mlp.up_proj.weight", None, r"up_proj\.weight: required to run the model over text"),
-        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected in one place"),
+        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected once, next to the layers"),
         (
             "layers.2.mlp.up_proj.weight",
             torch.ones(3, 24),

@@ -8,6 +8,7 @@ folder appears with one rename.
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,6 @@ from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, re
 from ...checkpoint_files.plain_json import dump, parse_object
 from ...internal.signatures import kind
 from ...models.own_form import plain_form, with_layers
-from .. import bars
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .layer import LayerConverter
 from .model import CheckpointModel, read_model
@@ -87,8 +87,8 @@ def convert(
         unfinished = remove_leftovers(target)
         _require_free(target, overwrite)
         model = read_model(read_folder(source) if read is None else read)
-        total = 3 * sum(file.size for file in model.checkpoint.files)
-        with bars.bar("hashing" if progress else None, total, "B", unit_scale=True) as bar:
+        with _bar(model, progress) as bar:
+            bar.set_description_str("hashing")
             inputs, nonfinite = scan(model.checkpoint, bar.update)
             if nonfinite and not allow_nonfinite:
                 listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
@@ -262,3 +262,15 @@ def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
         else:
             work.abandon()
         raise
+
+
+def _bar(model: CheckpointModel, progress: bool):
+    from tqdm import tqdm  # always installed: huggingface_hub depends on it
+
+    return tqdm(
+        total=3 * sum(file.size for file in model.checkpoint.files),
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+    )
