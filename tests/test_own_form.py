@@ -110,7 +110,7 @@ def test_layers_that_are_none_are_refused(layers):
     ("config", "reason"),
     [
         ({"base": {}}, "^version: expected 1, got None"),
-        ({"version": 2, "base": {}}, "^version: expected 1, got 2; take a newer attnlib"),
+        ({"version": 2, "base": {}}, "^version: expected 1, got 2; install a newer attnlib"),
         ({"version": 1}, "^base: expected the config of another model, got None"),
         ({"version": 1, "base": []}, "^base: "),
         ({"version": 1, "base": {"model_type": "attnlib"}}, "^base: "),

@@ -1,9 +1,8 @@
-"""Checkpoint folders as strangers wrote them: read here and nowhere else, by whoever converts, loads or
-trains.
+"""The only reader of untrusted checkpoint folders, for conversion, loading and training.
 
-A folder is a config.json and files of safetensors. ``folder`` opens only plain files directly in it and reads
-all but the tensors, ``header`` and ``plain_json`` parse, ``config`` refuses what a config.json must not ask
-for, and ``finite`` counts what is not a number. Sizes are bounded before anything is allocated.
+A folder holds a config.json and safetensors files. ``folder`` opens only plain files directly in it and reads
+everything but the tensors. ``header`` and ``plain_json`` parse, ``config`` rejects a dangerous config.json,
+and ``finite`` counts NaN and infinities. Sizes are checked before memory is allocated.
 """
 
 from .errors import CheckpointError

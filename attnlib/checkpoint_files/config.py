@@ -1,6 +1,4 @@
-"""Refuse a config.json that asks for code, for files elsewhere, or for more weights than the folder can
-hold.
-"""
+"""Reject a config.json that asks for code, for other files, or for more weights than the folder can hold."""
 
 import math
 import re
@@ -9,38 +7,34 @@ from collections.abc import Callable, Iterator, Mapping
 from .errors import CheckpointError
 from .folder import CONFIG, Checkpoint
 
-CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they name code that a loader would run
+CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # name code that a loader would run
 PACKED_KEYS = ("quantization_config", "compression_config")
-FILE_KEYS = ("transformers_weights", "configuration_files")  # they name other files to read
-# A choice of the caller's, not of a folder's; transformers would download what an implementation names.
+FILE_KEYS = ("transformers_weights", "configuration_files")  # name other files to read
+# Settings that belong to the caller, not to a folder; transformers would download an implementation by name.
 CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
-FLAGS = (
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-)  # a forward, and not the constructor, reads them
+# Flags that a forward pass reads, so that the constructor would not notice a wrong type.
+FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
 EPSILON = re.compile(r"(.*_)?eps(ilon)?")
-# Python loops this often when it builds a model.
+# Counts of Python loops while a model is built.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
-MOST_LAYERS, MOST_PARTS = 64, 4096  # that are built also where a folder has fewer tensors
-# Other counts are widths of weights, which the folder would have, but for those that are no sizes.
+MOST_LAYERS, MOST_PARTS = 64, 4096  # allowed even if the folder has fewer tensors
+# All other counts are widths of weights and limited by the folder's tensors, except names that are no sizes.
 NO_SIZE = re.compile(
     r".*(token|position|window|length|theta|seed|max|interval|factor|period|num_ctx|n_ctx).*"
 )
-MOST_SIZE = 2**20  # likewise
+MOST_SIZE = 2**20  # allowed even if the folder has fewer elements
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
-    """The config.json of a folder without the names of code to run and of implementations of attention.
+    """Return a folder's config.json without the names of remote code and attention implementations.
 
-    Of a folder that was read without its weights no count is bounded.
+    Counts are not limited if the folder was read without its weights.
 
     Raises:
-        CheckpointError: packed weights; other files, or an implementation of attention to download; a flag
-        that is
-            none, or a negative epsilon; or more layers, parts or channels than the folder's tensors can be.
-            Names the field.
+        CheckpointError: weights are packed; a field names other files or an implementation to download; a
+            flag is not a boolean or an epsilon is negative; or a number of layers, parts or channels is
+            too large for the folder's tensors. The message names the field.
     """
     elements = sum(math.prod(stored.entry.shape) for stored in checkpoint.tensors.values())
     require_unpacked(checkpoint.config)
@@ -52,7 +46,7 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
             )
         if CHOSEN.fullmatch(key) and any("/" in name for name in _strings(value)):
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected no name of the Hub, whose code would be downloaded, got "
+                f"{CONFIG}: {key}: expected no repository on the Hub, whose code would be downloaded, got "
                 f"{_short(value)}; remove it"
             )
         if key in FLAGS and not isinstance(value, bool | None):
@@ -63,7 +57,7 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
             most = _most(key, len(checkpoint.tensors), elements)
             if count > most:
                 raise CheckpointError(
-                    f"{CONFIG}: {key}: expected at most {most}, for the folder has {len(checkpoint.tensors)} "
+                    f"{CONFIG}: {key}: expected at most {most}, as the folder has {len(checkpoint.tensors)} "
                     f"tensors of {elements} elements, got {_short(count)}; it belongs to other weights, or "
                     "is a mistake"
                 )
@@ -71,12 +65,12 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def without_code(config: Mapping[str, object]) -> dict[str, object]:
-    """``config``, and all objects in it, without keys that name code."""
+    """Return ``config`` without keys that name code, at any depth."""
     return without(config, CODE_KEYS.__contains__)
 
 
 def without(config: Mapping[str, object], drops: Callable[[str], bool]) -> dict[str, object]:
-    """``config``, and all objects in it, without the keys that ``drops`` is true of."""
+    """Return ``config`` without the keys for which ``drops`` is true, at any depth."""
     return {
         key: without(value, drops) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -85,19 +79,19 @@ def without(config: Mapping[str, object], drops: Callable[[str], bool]) -> dict[
 
 
 def require_unpacked(config: Mapping[str, object]) -> None:
-    """Raises CheckpointError for packed weights, with the name of what packed them."""
+    """Raise CheckpointError for packed weights and name the method that packed them."""
     for key, packed in _fields(config):
         if key in PACKED_KEYS and packed is not None:
             method = packed.get("quant_method") if isinstance(packed, Mapping) else None
             by = f" by {method[:80]!r}" if isinstance(method, str) else ""
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected plain weights, got some packed{by}, which cannot be read; "
-                "take the original, or dequantise it elsewhere first"
+                f"{CONFIG}: {key}: expected plain weights, got weights packed{by}, which cannot be read; "
+                "use the original model, or dequantise it first"
             )
 
 
 def _most(key: str, tensors: int, elements: int) -> float:
-    """The greatest count that a field of this name may be."""
+    """Return the largest allowed count for a field of this name."""
     if NO_SIZE.fullmatch(key):
         return math.inf
     if LAYERS.fullmatch(key):
@@ -106,7 +100,7 @@ def _most(key: str, tensors: int, elements: int) -> float:
 
 
 def _fields(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Every field of an object and of the objects in it."""
+    """Yield every field of an object and of the objects inside it."""
     for key, value in config.items():
         yield key, value
         for part in value if isinstance(value, list) else [value]:

@@ -1,9 +1,8 @@
-"""A folder with a checkpoint in it, checked before anything in it is trusted.
+"""Read a checkpoint folder and validate everything in it before use.
 
-Only plain files directly in the folder are opened, by names that say nothing but a name; each file has a size
-limit and must stay as it was when it was first seen. Links are refused, but for those of a download cache,
-where that is asked for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside
-``snapshots``, and nowhere else.
+Only plain files directly in the folder are opened. Each has a size limit and must not change between reads.
+Links are refused, with one exception on request: the links of a download cache, which lead from
+``snapshots/<revision>`` to a plain file in the ``blobs`` folder next to ``snapshots``.
 """
 
 import errno
@@ -26,8 +25,8 @@ from .plain_json import parse_object
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 MAX_CONFIG, MAX_INDEX, MAX_COPIED = 2**20, 64 * 2**20, 256 * 2**20  # bytes
-STRANGE = frozenset('/\\:*?"<>|')  # in no name of a file, or not on every system
-CHUNK = 2**24  # bytes read at a time, a multiple of every element's size
+STRANGE = frozenset('/\\:*?"<>|')  # not allowed in file names on some system
+CHUNK = 2**24  # bytes read at a time, a multiple of every element size
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -49,9 +48,9 @@ COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A plain file and what would show that somebody changed it: inode, size and time of the last write.
+    """A plain file with its inode, size and modification time, which reveal a later change.
 
-    ``path`` is where it lies, of a link in a cache behind the link, and ``name`` what it is called.
+    ``path`` is its real location (the target of a cache's link); ``name`` is its name in the folder.
     """
 
     path: Path
@@ -61,11 +60,12 @@ class SourceFile:
 
     @classmethod
     def at(cls, path: Path, *, limit: int | None = None, follow_links: bool = False) -> "SourceFile":
-        """The file at ``path``, of at most ``limit`` bytes; with ``follow_links`` also a cache's, behind its
-        link.
+        """Return the file at ``path``, at most ``limit`` bytes long.
+
+        ``follow_links`` also allows the links of a download cache.
 
         Raises:
-            CheckpointError: it is missing, a link, no plain file, unreadable or too large.
+            CheckpointError: the file is missing, a link, not a plain file, unreadable or too large.
         """
         place = _blob(path) if follow_links and path.is_symlink() else path
         with _open_plain(place) as file:
@@ -75,11 +75,11 @@ class SourceFile:
         return cls(place, path.name, status.st_size, _identity(status))
 
     def check(self) -> None:
-        """Raises CheckpointError if this is no longer the file that was first seen."""
+        """Raise CheckpointError if the file has changed since it was first seen."""
         self._open().close()
 
     def sha256(self, advance: Callable[[int], object] = lambda count: None) -> str:
-        """That of all its bytes; ``advance`` is told of those that were read."""
+        """Return the sha256 of the file; ``advance`` is called with the number of bytes after each read."""
         digest = hashlib.sha256()
         for part in self.chunks(0, self.size, buffer_for(self.size)):
             digest.update(part)
@@ -87,15 +87,16 @@ class SourceFile:
         return digest.hexdigest()
 
     def read(self, start: int = 0, length: int | None = None) -> bytearray:
-        """``length`` bytes from ``start`` on, in memory of their own; None: to the end."""
+        """Return ``length`` bytes from ``start`` on as a new bytearray; None reads to the end."""
         buffer = bytearray(self.size - start if length is None else length)
         for _ in self.chunks(start, len(buffer), memoryview(buffer)):
             pass
         return buffer
 
     def chunks(self, start: int, length: int, into: memoryview) -> Iterator[memoryview]:
-        """``length`` bytes from ``start`` on, read into ``into`` again and again; each part is valid until
-        the next.
+        """Yield ``length`` bytes from ``start`` on in parts, each read into the buffer ``into``.
+
+        A part is valid until the next one is read.
         """
         with self._open() as file:
             file.seek(start)
@@ -108,9 +109,7 @@ class SourceFile:
                     except OSError as error:
                         raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
                     if not count:
-                        raise CheckpointError(
-                            f"{self.name}: expected {self.size} bytes, and they ended before"
-                        )
+                        raise CheckpointError(f"{self.name}: expected {self.size} bytes, got a shorter file")
                     filled += count
                 length -= filled
                 yield part
@@ -119,26 +118,26 @@ class SourceFile:
         file = _open_plain(self.path)
         if _identity(os.fstat(file.fileno())) != self.identity:
             file.close()
-            raise CheckpointError(f"{self.name}: changed meanwhile; start again when it is at rest")
+            raise CheckpointError(f"{self.name}: changed while in use; start again when nothing writes to it")
         return file
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: the file, and where in it."""
+    """A tensor on disk: its file and its place there."""
 
     file: SourceFile
     entry: TensorEntry
 
     def load(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Return the tensor in new memory."""
         shape, dtype = self.entry.shape, self.entry.dtype
         if not self.entry.nbytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.file.read(self.entry.start, self.entry.nbytes), dtype=dtype).view(shape)
 
     def rows(self, first: int, last: int) -> Tensor:
-        """The rows ``first`` to ``last - 1``, without the others."""
+        """Return the rows ``first`` to ``last - 1``, reading only these."""
         shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
         row = self.entry.nbytes // shape[0]
         return StoredTensor(
@@ -148,9 +147,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked folder: its config, tensors by name, shards, files to copy, and the names of what stays
-    behind.
-    """
+    """A validated folder: config, tensors by name, shards, files to copy, and names of other files."""
 
     folder: Path
     config: dict[str, Any]
@@ -161,18 +158,18 @@ class Checkpoint:
     left_behind: tuple[str, ...]
     hashes: dict[str, str] = field(
         default_factory=dict, compare=False
-    )  # of files that somebody has read whole
+    )  # sha256 of files read so far, by name
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """Every file that the result depends on."""
+        """Every file that affects the result of a conversion."""
         return self.described_by + self.shards + self.copied
 
     def sha256(self, file: SourceFile, advance: Callable[[int], object] = lambda count: None) -> str:
-        """That of one of the files, which is read whole unless somebody did so before.
+        """Return the sha256 of one of the files, which is read only if its hash is not known yet.
 
         Raises:
-            CheckpointError: it is no longer the file that was first seen.
+            CheckpointError: the file has changed since it was first seen.
         """
         if file.name in self.hashes:
             file.check()
@@ -182,19 +179,18 @@ class Checkpoint:
 
 
 def buffer_for(size: int) -> memoryview:
-    """Memory to read ``size`` bytes through: all of them at once, or CHUNK at a time."""
+    """Return a buffer for reading ``size`` bytes: large enough for all of them, but at most CHUNK."""
     return memoryview(bytearray(min(size, CHUNK)))
 
 
 def read_folder(source: Path, *, follow_links: bool = False, weights: bool = True) -> Checkpoint:
-    """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each
-    shard.
+    """Validate the folder ``source`` and read everything but the tensors: config.json and shard headers.
 
-    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own. Without
-    ``weights`` there are no shards and no tensors: of config.json and what is copied alone.
+    ``follow_links`` accepts a snapshot of a download cache, whose files are links. Without ``weights``, only
+    config.json and the files to copy are read; the result has no shards and no tensors.
 
     Raises:
-        CheckpointError: something is missing, malformed or unsafe; names the file and what to do.
+        CheckpointError: a file is missing, malformed or unsafe; the message names it and the remedy.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source}: expected a folder with a checkpoint, got no folder")
@@ -214,10 +210,10 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
     shards = tuple(at(source / name) for name in shard_names)
     tensors = {}
     for shard in shards:
-        held = _header(shard)
+        entries = _header(shard)
         if weight_map is not None:
-            _agree(held, listed[shard.name], shard.name)
-        tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in held.items()}
+            _agree(entries, listed[shard.name], shard.name)
+        tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in entries.items()}
     limits = dict.fromkeys(COPIED, MAX_COPIED) | {GENERATION: MAX_CONFIG}
     copied = tuple(at(source / name, limit=limit) for name, limit in limits.items() if name in names)
     read = {file.name for file in described_by + shards + copied}
@@ -228,11 +224,9 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
 
 
 def _require_weights(source: Path, names: Sequence[str]) -> None:
-    """Raises CheckpointError unless a folder has one set of weights, in safetensors."""
+    """Raise CheckpointError unless the folder has exactly one set of safetensors weights."""
     if WEIGHTS in names and INDEX in names:
-        raise CheckpointError(
-            f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant"
-        )
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove one of them")
     if WEIGHTS not in names and INDEX not in names:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         advice = (
@@ -247,7 +241,7 @@ def _weight_map(index: dict) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{INDEX}: weight_map: expected the file of each tensor, got {str(weight_map)[:80]}"
+            f"{INDEX}: weight_map: expected the file name of each tensor, got {str(weight_map)[:80]}"
         )
     for tensor, name in weight_map.items():
         if not _is_shard_name(name):
@@ -259,7 +253,7 @@ def _weight_map(index: dict) -> dict[str, str]:
 
 
 def _is_shard_name(name: object) -> bool:
-    """Whether it is a name that means the same file directly in the folder to every system."""
+    """True if ``name`` means the same file directly in the folder on every system."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode()) > 255:
         return False
     return name.isprintable() and STRANGE.isdisjoint(name) and not name.startswith((".", " "))
@@ -270,15 +264,16 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
     return parse_header(file.read(8, length), file.size, file.name)
 
 
-def _agree(held: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
-    """Raises unless a shard holds exactly the tensors that the index lists for it; so no two shards hold the
-    same.
+def _agree(entries: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
+    """Raise CheckpointError unless a shard holds exactly the tensors that the index lists for it.
+
+    So no tensor can be in two shards.
     """
-    for tensor in sorted(listed - held.keys()):
+    for tensor in sorted(listed - entries.keys()):
         raise CheckpointError(
             f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it"
         )
-    for tensor in sorted(held.keys() - listed):
+    for tensor in sorted(entries.keys() - listed):
         raise CheckpointError(f"{name}: holds {tensor!r}, which {INDEX} lists elsewhere or not at all")
 
 
@@ -287,16 +282,18 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _blob(path: Path) -> Path:
-    """Where the link ``path`` of a snapshot leads, which must be a blob of the same cache.
+    """Return the target of the snapshot link ``path``, which must be a blob of the same cache.
 
     Raises:
-        CheckpointError: the folder is no snapshot, or the link leads elsewhere.
+        CheckpointError: the folder is not a snapshot, or the link leads elsewhere.
     """
     snapshots, to = path.parent.resolve().parent, PurePosixPath(os.readlink(path))
     blobs = snapshots.parent / "blobs"
     if snapshots.name != "snapshots" or blobs.is_symlink():
-        wanted = "expected a plain file or a link of a download cache, got another link"
-        raise CheckpointError(f"{path.name}: {wanted}; put the file itself there, as `cp -L` does")
+        raise CheckpointError(
+            f"{path.name}: expected a plain file or a link of a download cache, got another link; put the "
+            "file itself there, as `cp -L` does"
+        )
     if to.parts != ("..", "..", "blobs", to.name):
         raise CheckpointError(
             f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}"
@@ -306,14 +303,14 @@ def _blob(path: Path) -> Path:
 
 def _open_plain(path: Path):
     try:
-        # No link is followed, and nobody waits for the other end of a pipe.
+        # Do not follow links, and do not block on a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name}: expected in {path.parent}, and it is missing") from None
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise CheckpointError(f"{path.name}: cannot be opened: {error.strerror}") from error
-        advice = "follow_links (--follow-links) takes those of a download cache, `hf download --local-dir` makes files"
+        advice = "for a download cache use follow_links (--follow-links), or `hf download --local-dir`"
         raise CheckpointError(f"{path.name}: expected a plain file, got a link; {advice}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

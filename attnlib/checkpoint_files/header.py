@@ -1,9 +1,9 @@
-"""The header of a safetensors file: what it holds, and where. Nothing here reads the tensors themselves.
+"""Parse and write headers of safetensors files, without reading the tensors.
 
-A file is eight bytes (the header's length, little-endian), the header (JSON) and the tensors, one after
-another. The safetensors package maps whole files, which counts as memory and ends the process when somebody
-shortens the file; reading the header leaves the tensors to plain reads. Every header that safetensors refuses
-is refused here.
+A file is eight bytes (the header's length, little-endian), the header (JSON) and the tensors in sequence. The
+safetensors package maps whole files: that counts as memory, and the process is killed if someone truncates
+the file. Parsing the header here allows plain reads instead. Every header that safetensors rejects is
+rejected here too.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from .errors import CheckpointError
 from .plain_json import parse_object
 
-MAX_HEADER = 100_000_000  # bytes; the format's own limit
+MAX_HEADER = 100_000_000  # bytes; the limit of the format
 DTYPES = (
     ("BOOL", torch.bool),
     ("U8", torch.uint8),
@@ -40,7 +40,7 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: its dtype, its shape, and the file's byte it starts at."""
+    """A tensor of a file: dtype, shape, and the byte offset where it starts."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,27 +52,27 @@ class TensorEntry:
 
 
 def header_length(first: bytes, size: int, name: str) -> int:
-    """The bytes of the header, from the ``first`` eight bytes of a file of ``size`` bytes.
+    """Return the header's length from the ``first`` eight bytes of a file of ``size`` bytes.
 
     Raises:
-        CheckpointError: the file is too short for it, or it is longer than the format allows.
+        CheckpointError: the file is too short, or the header is longer than the format allows.
     """
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
         raise CheckpointError(
             f"{name}: expected a header of 2 to {MAX_HEADER} bytes inside the file, got {length} bytes in a "
-            f"file of {size}; the file is cut off or no safetensors file, download it again"
+            f"file of {size}; the file is truncated or not a safetensors file, download it again"
         )
     return length
 
 
 def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
-    """The tensors of a file of ``size`` bytes, in the order in which they lie there.
+    """Return the tensors of a file of ``size`` bytes, in file order.
 
     Raises:
-        CheckpointError: no JSON of the expected form; a dtype that has no whole number of bytes or is
-        unknown; tensors
-            that overlap, leave holes, occur twice or do not end where the file ends.
+        CheckpointError: the header is not JSON of the expected form; a dtype is unknown or not a whole
+            number of bytes; or tensors overlap, leave gaps, occur twice or do not end at the end of the
+            file.
     """
     if not header.startswith(b"{"):
         raise CheckpointError(
@@ -91,15 +91,15 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
         end += entry.nbytes
     if end != size:
         raise CheckpointError(
-            f"{name}: expected {end} bytes by its header, got {size}; download the file again"
+            f"{name}: expected {end} bytes, as its header says, got {size}; download the file again"
         )
     return entries
 
 
 def make_header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The first bytes of a file that holds ``entries`` in this order, and where each of them will lie.
+    """Return the first bytes of a file with ``entries`` in this order, and the entries with their offsets.
 
-    Tensors of wider elements must come first, so that each starts at a multiple of its element's size.
+    Tensors with wider elements must come first, so that each is aligned to its element size.
     """
     names = {dtype: name for name, dtype in DTYPES}
     fields, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -110,10 +110,11 @@ def make_header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, Te
         offset += entry.nbytes
     header = json.dumps(fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    start, placed = 8 + len(header), {}
-    for tensor, entry in entries.items():
-        placed[tensor] = TensorEntry(entry.dtype, entry.shape, start)
-        start += entry.nbytes
+    start = 8 + len(header)
+    placed = {
+        tensor: TensorEntry(entry.dtype, entry.shape, start + fields[tensor]["data_offsets"][0])
+        for tensor, entry in entries.items()
+    }
     return len(header).to_bytes(8, "little") + header, placed
 
 

@@ -1,4 +1,4 @@
-"""JSON from strangers: an object, no key twice, no NaN, never deeper than what reads it can stand."""
+"""Strict JSON for untrusted files: an object without duplicate keys, NaN or deep nesting."""
 
 import json
 import math
@@ -6,14 +6,15 @@ from typing import Any
 
 from .errors import CheckpointError
 
-MAX_DEPTH = 32  # of objects and lists in each other; what copies them recurses
+MAX_DEPTH = 32  # nesting limit: functions that copy the parsed objects are recursive
 
 
 def parse_object(text: bytes, name: str) -> dict[str, Any]:
-    """The JSON object that ``text`` holds; the caller has limited its size.
+    """Return the JSON object in ``text``, whose size the caller has limited.
 
     Raises:
-        CheckpointError: it is no JSON, no object, too deep, has a key twice, or a number that JSON has not.
+        CheckpointError: ``text`` is not JSON or not an object, is nested too deep, or has a duplicate key
+            or a number that JSON does not allow.
     """
     try:
         value = json.loads(
@@ -34,14 +35,14 @@ def parse_object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def dump(value: object) -> bytes:
-    """The same bytes for equal values, and easy to read."""
+    """Return ``value`` as readable JSON; equal values give equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = {}
     for name, item in pairs:
-        name.encode()  # half a surrogate pair raises: other parsers refuse it
+        name.encode()  # raises for a lone surrogate, which other parsers reject
         if name in value:
             raise ValueError(f"the key {name!r} occurs twice")
         value[name] = item
@@ -55,4 +56,4 @@ def _finite(text: str) -> float:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")

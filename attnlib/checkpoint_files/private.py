@@ -1,6 +1,4 @@
-"""Folders of one's own, for libraries that read files by name only: nobody else can change or add
-anything.
-"""
+"""Private temporary folders for libraries that read files only by name; no other user can write there."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def private_folder(files: Mapping[str, bytes | bytearray]) -> Iterator[Path]:
-    """A folder that holds these files and nothing else, and is gone afterwards."""
+    """Yield a temporary folder that contains only ``files``, and delete it afterwards."""
     with TemporaryDirectory(prefix="attnlib-") as name:
         folder = Path(name)
         for file, data in files.items():

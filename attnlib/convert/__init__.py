@@ -1,9 +1,9 @@
-"""Trained layers of one kind into layers of another: MHA to GQA, GQA to fewer groups, GQA to MLA.
+"""Convert trained attention: MHA to GQA, GQA to fewer KV heads, GQA to MLA.
 
-``mha_to_gqa``, ``gqa_to_mla`` and ``gqa_to_deepseek`` make new layers of layers. They are thin: the same
-functions on plain weights are ``weights.split``, what ``heads`` and ``latent`` do with its Heads, and each
-``join``. Whole checkpoints are converted by ``python -m attnlib convert``, which is ``checkpoint.convert``
-with a converter of ``heads.converter`` or ``latent.deepseek``.
+``mha_to_gqa``, ``gqa_to_mla`` and ``gqa_to_deepseek`` convert a layer into a new layer. They are thin
+wrappers: ``weights.split`` turns a state dict into heads, ``heads`` or ``latent`` converts these, and a
+``join`` function returns a state dict. ``python -m attnlib convert`` converts whole checkpoints: it calls
+``checkpoint.convert`` with a layer converter from ``heads.converter``, ``latent.deepseek`` or ``own``.
 """
 
 from .calibration import Calibration, calibrate

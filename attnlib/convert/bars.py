@@ -1,4 +1,4 @@
-"""How far a long phase is, on the terminal or as lines of a log."""
+"""Progress bars for long phases: live on a terminal, occasional lines in a log file."""
 
 import sys
 from collections.abc import Callable
@@ -9,23 +9,23 @@ if TYPE_CHECKING:
 
 
 def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
-    """A bar that has ``done`` of ``total`` steps; without a title it is never seen."""
-    from tqdm import tqdm  # not above: --help of all commands does without it
+    """Return a progress bar that starts at ``done`` of ``total`` steps; it is hidden without a title."""
+    from tqdm import tqdm  # imported late, so that --help of any command stays fast
 
-    quick = sys.stderr.isatty()
     return tqdm(
         total=total,
         initial=done,
         desc=title,
         unit=unit,
         disable=title is None,
-        mininterval=0.2 if quick else 15,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
     )
 
 
 def steps(title: str | None, total: int, unit: str) -> Callable[[], None]:
-    """What to call behind each step: the bar comes with the first one, as there may be none, and ends with
-    the last.
+    """Return a function to call after each step: the first call opens the bar, the last closes it.
+
+    A phase without steps shows no bar.
     """
     shown: list[tqdm] = []
 

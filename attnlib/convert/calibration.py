@@ -1,4 +1,4 @@
-"""What a conversion knows of a layer's inputs: their second moments over text, one layer at a time."""
+"""Calibration: second moments of a layer's inputs over sample text, collected one layer at a time."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,20 +16,21 @@ from ..internal.signatures import kind
 Batch = Tensor | tuple[Tensor, Mapping[str, object]]
 Block = Callable[..., Tensor]
 
-STRIP = 512  # rows of a moment that one worker sums
-SAMPLE = 4096  # inputs kept to measure on: of a layer as wide, in fp32, half of what its moment takes
+STRIP = 512  # rows of the moment matrix that one worker sums at a time
+# Inputs retained to measure errors on. For a layer 4,096 wide, in fp32, they take half as much memory as the
+# moment matrix.
+SAMPLE = 4096
 
 
 @kind
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, with ``y = [x, 1]``: fp64 ``[m + 1, m +
-    1]``.
+    """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, ``y = [x, 1]``: fp64 ``[m + 1, m + 1]``.
 
-    Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases,
-    so that this one matrix C gives the second moments of all of them: those of ``W y`` are ``W C W^T``. What
-    second moments do not tell is measured on ``sample`` ``[n, m]``, some of the x in the order of the text;
-    None if nobody kept any.
+    Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases.
+    So this matrix C gives all their second moments: the moment of ``W y`` is ``W C W^T``. Errors that do not
+    follow from second moments are measured on ``sample`` ``[n, m]``, a subset of the inputs x in token order;
+    None if no inputs were retained.
 
     Raises:
         TypeError: ``moment`` is not fp64.
@@ -49,25 +50,27 @@ class Calibration:
         if not self.moment.isfinite().all():
             raise ValueError("moment: expected finite numbers; some input of the layer is NaN or infinite")
         if self.sample is not None and self.sample.shape[1:] != (len(self.moment) - 1,):
-            wanted = f"[n, {len(self.moment) - 1}]"
-            raise ValueError(f"sample: expected {wanted}, like moment, got {tuple(self.sample.shape)}")
+            raise ValueError(
+                f"sample: expected [n, {len(self.moment) - 1}], like moment, got {tuple(self.sample.shape)}"
+            )
 
     @classmethod
     def white(cls, hidden_size: int, device: torch.device | str | None = None) -> "Calibration":
-        """No text: uncorrelated inputs of variance 1, so that moments of activations are products of
-        weights.
+        """Return a calibration without text: uncorrelated inputs of variance 1.
+
+        Moments of activations are then products of weights.
         """
         return cls(0, torch.eye(hidden_size + 1, dtype=torch.float64, device=device))
 
     @classmethod
     def of(cls, batches: Iterable[Tensor]) -> "Calibration":
-        """Over inputs ``[..., m]`` of one layer, a batch at a time; every token counts, so leave padding out.
+        """Return the calibration over batches of inputs ``[..., m]`` of one layer; leave padding out.
 
-        The sample is of all tokens up to 4,096, and of some 2,000 to 4,096 of more, the same however they are
-        batched.
+        Every token counts. The sample holds all tokens up to 4,096, and about 2,000 to 4,096 of a longer
+        input. The choice does not depend on how the tokens are batched.
 
         Raises:
-            ValueError: no token, widths that differ, or a NaN.
+            ValueError: there is no token, the widths differ, or an input is NaN or infinite.
 
         >>> Calibration.of(torch.randn(3, 2, 5, 16)).moment.shape
         torch.Size([17, 17])
@@ -78,35 +81,36 @@ class Calibration:
         return moments.mean()
 
     def to(self, device: torch.device | str) -> "Calibration":
-        """The same on another device."""
+        """Return the calibration on another device."""
         sample = None if self.sample is None else self.sample.to(device)
         return replace(self, moment=self.moment.to(device), sample=sample)
 
     def energy(self, rows: Tensor) -> Tensor:
-        """The mean square ``E |W y|^2`` of each ``W`` in real or complex ``[..., d, m + 1]``: real
-        ``[...]``.
+        """Return the mean square ``E |W y|^2`` of each ``W`` in ``[..., d, m + 1]``: real ``[...]``.
+
+        ``W`` may be complex.
         """
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
 
     def inputs(self) -> Tensor | None:
-        """The sample as inputs y ``[n, m + 1]``, fp64, to measure on; None without one."""
+        """Return the sample as inputs y ``[n, m + 1]`` in fp64; None if there is no sample."""
         return None if self.sample is None else pad(self.sample.to(self.moment), (0, 1), value=1.0)
 
 
 @kind
 def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:
-    """The calibration of one layer after another, as hidden states ``[..., m]`` move through a model's
-    blocks.
+    """Yield the calibration of each layer while hidden states ``[..., m]`` move through a model's blocks.
 
-    ``blocks`` are pairs of a block, called with each batch to give the next block's, and the attention layer
-    inside it, whose inputs are observed. A batch is a tensor, or a pair of one and keyword arguments that
-    every block gets with it, such as the ``cu_seqlens`` of a packed batch. Only one block and one layer's
-    moments are needed at a time: both iterators are lazy, so that blocks may be loaded, converted and
-    released one by one. Blocks are called without gradients, in the mode they are in (dropout belongs
-    switched off), and always as they were before what is done with their calibration.
+    ``blocks`` yields pairs: a block, which maps a batch to the input of the next block, and the attention
+    layer inside it, whose inputs are observed. A batch is a tensor, or a pair of a tensor and keyword
+    arguments for every block, such as the ``cu_seqlens`` of a packed batch. ``blocks`` is read lazily, and
+    only one block and one moment matrix are needed at a time, so blocks can be loaded, converted and released
+    one by one. Blocks run without gradients and in their current mode, so switch dropout off first. Each
+    block runs before its calibration is yielded: converting it afterwards does not change what later blocks
+    see.
 
     Raises:
-        ValueError: a block that never calls its layer, or inputs as :meth:`Calibration.of` refuses them.
+        ValueError: a block never calls its layer, or :meth:`Calibration.of` refuses the inputs.
 
     >>> layers = [GroupedQueryAttention(16, 4, mask=CAUSAL) for _ in range(2)]
     >>> packed = torch.randn(9, 16), {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
@@ -120,9 +124,7 @@ def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch
 
 
 class Workers(NamedTuple):
-    """``map`` calls a function for each of some things, ``count`` of them side by side; results keep their
-    order.
-    """
+    """A parallel map: ``map`` runs a function on ``count`` items at once, with results in input order."""
 
     count: int
     map: Callable[..., Iterable]
@@ -139,17 +141,17 @@ def observe(
     workers: Workers = ALONE,
     advance: Callable[[], object] = lambda: None,
 ) -> Calibration:
-    """One step of :func:`calibrate`; ``batches`` become the next block's, and ``advance`` is told of each.
+    """Calibrate one layer and replace each of the ``batches`` by the block's output for the next block.
 
-    The same bits for any number of workers.
+    ``advance`` is called after each batch. The result has the same bits for any number of workers.
     """
-    moments, seen = _Moments(), _Seen()
+    moments, seen = _Moments(), threading.local()
     hook = layer.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0]))
     try:
         for start in range(0, len(batches), workers.count):
-            some = slice(start, start + workers.count)  # so that few are in memory twice
+            some = slice(start, start + workers.count)  # only these are in memory as input and output at once
             for n, (inputs, batch) in enumerate(
-                workers.map(partial(_moved, block, seen), batches[some]), start
+                workers.map(partial(_run_block, block, seen), batches[some]), start
             ):
                 for x in inputs:
                     moments.add(x, workers)
@@ -160,15 +162,11 @@ def observe(
     return moments.mean()
 
 
-class _Seen(threading.local):
-    """What a layer's hook saw in this thread."""
+def _run_block(block: Block, seen: threading.local, batch: Batch) -> tuple[list[Tensor], Batch]:
+    """Return the inputs that the block's layer saw for a batch, and the batch after the block.
 
-    def __init__(self):
-        self.inputs: list[Tensor] = []
-
-
-def _moved(block: Block, seen: _Seen, batch: Batch) -> tuple[list[Tensor], Batch]:
-    """What the block's layer saw of a batch, and the batch behind the block."""
+    The layer's hook records the inputs in ``seen``, which is local to the thread.
+    """
     x, arguments = batch if isinstance(batch, tuple) else (batch, {})
     seen.inputs = []
     with torch.no_grad():
@@ -177,10 +175,10 @@ def _moved(block: Block, seen: _Seen, batch: Batch) -> tuple[list[Tensor], Batch
 
 
 def fitting(calibration: Calibration | None, hidden_size: int, device: torch.device) -> Calibration:
-    """The calibration on this device, white if there is none.
+    """Return the calibration on ``device``; a white one for None.
 
     Raises:
-        ValueError: a calibration of inputs of another width.
+        ValueError: the calibration has inputs of another width.
     """
     if calibration is None:
         return Calibration.white(hidden_size, device)
@@ -191,14 +189,11 @@ def fitting(calibration: Calibration | None, hidden_size: int, device: torch.dev
 
 
 class _Moments:
-    """A sum of ``y y^T`` in fp64, and a sample of the x."""
+    """The running sum of ``y y^T`` in fp64, and a sample of the inputs x."""
 
     def __init__(self):
-        self.tokens, self.total, self.sample = (
-            0,
-            None,
-            _Sample(),
-        )  # of the symmetric total the upper half is summed
+        # total is symmetric, so only its upper half is summed.
+        self.tokens, self.total, self.sample = 0, None, _Sample()
 
     def add(self, x: Tensor, workers: Workers = ALONE) -> None:
         x = x.detach().flatten(0, -2)
@@ -215,8 +210,7 @@ class _Moments:
         def add_rows(start: int) -> None:
             self.total[start : start + STRIP, start:].addmm_(y[:, start : start + STRIP].T, y[:, start:])
 
-        for _ in workers.map(add_rows, range(0, len(self.total), STRIP)):
-            pass
+        list(workers.map(add_rows, range(0, len(self.total), STRIP)))  # waits for all of them
 
     def mean(self) -> Calibration:
         if not self.tokens:
@@ -226,29 +220,29 @@ class _Moments:
 
 
 class _Sample:
-    """At most SAMPLE of all rows: those whose random number is below a share, which is halved when needed.
+    """A random sample of at most SAMPLE rows: those whose random number is below a share.
 
-    The number is a function of the row's place in the text alone: the same rows are kept however they come in
-    batches, and first tokens, which models treat unlike others, are met as often as they occur whatever the
-    pieces' length.
+    The share is halved whenever the sample is full. A row's number depends only on the row's position in the
+    text, so batching does not change the sample. First tokens, which models treat differently, are sampled as
+    often as they occur, whatever the window length.
     """
 
     def __init__(self):
         self._seen, self._share = 0, 1.0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # numbers and rows of each batch
+        self._parts: list[tuple[Tensor, Tensor]] = []  # random numbers and rows of each batch
 
     def add(self, x: Tensor) -> None:
         places = torch.arange(self._seen, self._seen + len(x), device=x.device)
         numbers = philox((places, *3 * [torch.zeros_like(places)]), (0, 0))[0] / 2**32
         self._seen += len(x)
-        self._parts.append(self._kept(numbers, x))
+        self._parts.append(self._retained(numbers, x))
         while sum(len(rows) for _, rows in self._parts) > SAMPLE:
             self._share /= 2
-            self._parts = [self._kept(*part) for part in self._parts]
+            self._parts = [self._retained(*part) for part in self._parts]
 
     def rows(self) -> Tensor:
         return torch.cat([rows for _, rows in self._parts])
 
-    def _kept(self, numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        kept = numbers < self._share
-        return numbers[kept], rows[kept]
+    def _retained(self, numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        is_retained = numbers < self._share
+        return numbers[is_retained], rows[is_retained]

@@ -1,4 +1,4 @@
-"""``python -m attnlib convert``: its options, and what it does with them."""
+"""The command ``python -m attnlib convert``: its options and what it runs."""
 
 import argparse
 import math
@@ -29,14 +29,13 @@ from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
-MISREAD = (
-    "Linear",
-    "Llama3",
-)  # scalings of ropes under latents, by loaders that were run; see docs/conversion.md
+# Rope scalings of latent models that other loaders read wrongly; docs/conversion.md lists the loaders tested.
+MISREAD = ("Linear", "Llama3")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
-exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
-5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
+exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
+4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion.md describes what a failed
+run leaves behind.
 
   python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt
@@ -45,36 +44,48 @@ exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of ``convert`` to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "A checkpoint folder into one with a smaller KV cache, which stock loaders load."
+    parser.description = (
+        "Convert a checkpoint folder into one with a smaller KV cache. Stock loaders read\n"
+        "the results of --to gqa and --to mla; attnlib.load reads those of --to attnlib."
+    )
     parser.epilog = EPILOG
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors"
+        "source", type=Path, metavar="SOURCE", help="checkpoint folder with config.json and safetensors files"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for the result")
     targets.add_arguments(parser)
     choice.add_arguments(parser)
     files = parser.add_argument_group("files and checks")
     files.add_argument(
-        "--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB"
+        "--max-shard-size",
+        type=_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="largest size of a weights file (default: 5GB)",
     )
-    files.add_argument("--follow-links", action="store_true", help="take the snapshot of a download cache")
+    files.add_argument(
+        "--follow-links", action="store_true", help="follow the links in a snapshot of a download cache"
+    )
     files.add_argument("--overwrite", action="store_true", help="replace an earlier result")
     files.add_argument(
-        "--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming"
+        "--no-keep",
+        action="store_true",
+        help="delete finished work if the run stops, instead of keeping it to resume",
     )
     files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
     files.add_argument(
         "--check-logits",
         action=argparse.BooleanOptionalAction,
-        help="compare what source and result say of a text (default: up to 2 billion weights, on a GPU 140)",
+        help="compare the logits of source and result on a text (default: up to 2 billion weights, "
+        "140 billion on a GPU)",
     )
     files.add_argument("--quiet", action="store_true", help="print errors only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert and print a summary; returns the exit code."""
+    """Convert, print a summary, and return the exit code."""
     try:
         report = _convert(arguments)
     except KeyboardInterrupt as error:
@@ -89,36 +100,42 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """The report in a few lines."""
+    """Return a conversion report in a few lines of text."""
     cache = report["cache_bytes_per_token"]
-    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
+    lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.said_of(report["settings"]), _largest_error(report)]
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
         lines.append(
-            f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats"
+            f"logits: largest difference {difference:.3g}, largest logit {largest:.3g}; "
+            f"KL divergence {measures['kl_nats']:.3g} nats"
         )
-    if said := lost(measures, out=out):
-        lines.append(said)
+    if sentence := lost(measures, out=out):
+        lines.append(sentence)
     if report["settings"].get("norm") == "exact":
-        lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
+        lines.append(
+            "loaders: transformers reads the result; those that drop biases, such as vLLM's, need "
+            "--norm calibrated"
+        )
     if (scaling := report["settings"].get("rope_scaling")) in MISREAD:
         lines.append(
-            f"for transformers: vLLM and llama.cpp take {scaling} scaling of a rope under latents for another"
+            f"loaders: transformers reads the result; vLLM and llama.cpp misread {scaling} rope scaling "
+            "of latent models"
         )
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
 
 def _largest_error(report: Mapping) -> str:
-    """The largest error of the result, and beside it what plain SVD has there; None, not finite, is larger
-    than any.
+    """Return a line with the largest layer error, next to the error of a plain SVD if it was measured.
+
+    None in a report stands for an error that is not finite, so it counts as larger than any number.
     """
     errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
     layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
-    line = f"largest error of a layer: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
+    line = f"largest layer error: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
     if (baseline := f"{BASELINE}{name}") in layer:
-        line += f" (of plain SVD: {_number(layer[baseline]):.3g})"
+        line += f" (plain SVD: {_number(layer[baseline]):.3g})"
     return line + (", for random inputs" if report["settings"]["calibration"] == choice.WEIGHTS_ALONE else "")
 
 
@@ -129,7 +146,7 @@ def _number(error: float | None) -> float:
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     require_own_options(arguments)
     chosen = choice.Choice.of(arguments)
-    stock()  # whose absence should show before the work
+    stock()  # fail before the work if transformers is missing
     source = arguments.source.resolve()
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
     if arguments.kv_heads == model.shape.kv_heads:
@@ -137,7 +154,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
     target = target_of(arguments, model, calibrated=chosen is not None)
-    converter, options = target(None)  # which refuses wrong options, before a file is read whole
+    converter, options = target(None)  # refuses wrong options before any weights are read
     tokens, kept = None, None
     if chosen is not None:
         tokens, settings = chosen.tokens(source)
@@ -160,14 +177,15 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
             check=check,
             progress=not arguments.quiet,
         )
-    with suppress(ImportError):  # of matplotlib, which a result can do without
+    with suppress(ImportError):  # matplotlib is optional
         draw(report, arguments.out)
     return report
 
 
 def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
-    """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the
-    sample's.
+    """Return the check that compares source and result on text that was not used for calibration.
+
+    The text starts after the first ``used`` tokens, or is the held-out part of the bundled sample.
     """
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
@@ -187,7 +205,7 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> 
 
 
 def _bytes(text: str) -> int:
-    """``5GB`` or ``500MiB`` as bytes."""
+    """Parse ``5GB`` or ``500MiB`` into bytes."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Z]*)", text.strip().upper())
     if match is None or match[2] not in dict(UNITS):
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")

@@ -1,4 +1,4 @@
-"""A conversion as a picture: what each layer lost, and what it stores."""
+"""The conversion report as a chart: error and size of each layer."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ PICTURE = "conversion_report.png"
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
-    """Write ``report`` into ``folder`` as PNG: the errors of each layer and, where layers differ, their
-    sizes.
+    """Write a chart of ``report`` into ``folder`` as PNG: the errors of each layer, and the layer sizes.
+
+    Sizes are shown only if ``report`` lists them per layer.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -33,7 +34,7 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
         found = [math.nan if layer[name] is None else layer[name] for layer in layers]
         if any(found) or name == names[0]:
             errors.plot(indices, found, color=colour, marker="o", markersize=4, label=name.replace("_", " "))
-    errors.set_ylabel("root mean square, relative")
+    errors.set_ylabel("relative RMS error")
     errors.set_ylim(bottom=0)
     errors.legend(frameon=False)
     if sizes is not None:
@@ -42,5 +43,5 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
     rows[-1, 0].set_xlabel("layer")
     for axes in rows[:, 0]:
         plain(axes)
-    figure.suptitle("What each layer lost", x=0.01, ha="left")
+    figure.suptitle("Conversion error by layer", x=0.01, ha="left")
     write_file(folder, PICTURE, png(figure))

@@ -1,4 +1,4 @@
-"""transformers, which is optional: its package, what it reads of a folder's config.json, and its silence."""
+"""Access to the optional transformers package: import it, read configs, load models, silence its logs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,23 +16,27 @@ if TYPE_CHECKING:
 
 
 def stock() -> ModuleType:
-    """The transformers package.
+    """Return the transformers package.
 
     Raises:
-        ImportError: it is not installed; says what to install.
+        ImportError: transformers is not installed; the message says what to install.
     """
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("checks and text need transformers: pip install 'attnlib[hf]'") from error
+        raise ImportError(
+            "checks and calibration text need transformers: pip install 'attnlib[hf]'"
+        ) from error
     return transformers
 
 
 def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
-    """The config of a folder as transformers reads it, or of attnlib's own form; runs no code from there.
+    """Return a folder's config as transformers reads it; attnlib's own form is read too.
+
+    No code from the folder is run.
 
     Raises:
-        CheckpointError: it is refused.
+        CheckpointError: the config is refused.
     """
     stock()
     from ..integrations.transformers import loading
@@ -42,24 +46,22 @@ def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
 
 
 def checkpoint_of(source: Path | Checkpoint) -> Checkpoint:
-    """A folder that is read already, or is read now without its weights, a download cache's snapshot by its
-    links.
-    """
+    """Return ``source`` as a Checkpoint; a path is read without its weights, links of a cache followed."""
     return source if isinstance(source, Checkpoint) else read_folder(source, follow_links=True, weights=False)
 
 
 def class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
-    """As :func:`attnlib.integrations.transformers.loading.class_of`."""
+    """Call :func:`attnlib.integrations.transformers.loading.class_of`."""
     from ..integrations.transformers import loading
 
     return loading.class_of(config)
 
 
 def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
-    """As :func:`attnlib.integrations.transformers.loading.body_class_of`.
+    """Call :func:`attnlib.integrations.transformers.loading.body_class_of`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the config is not of a language model.
     """
     from ..integrations.transformers import loading
 
@@ -79,8 +81,9 @@ def load_model(
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
 ) -> "PreTrainedModel":
-    """As :func:`attnlib.integrations.transformers.loading.load_model`, silently; by default by the folder's
-    config.
+    """Load a model silently with :func:`attnlib.integrations.transformers.loading.load_model`.
+
+    ``config`` defaults to the folder's config.
     """
     stock()
     from ..integrations.transformers import loading
@@ -93,7 +96,7 @@ def load_model(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the logs and bars of transformers."""
+    """Silence the logs and progress bars of transformers inside the block."""
     logging = stock().utils.logging
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

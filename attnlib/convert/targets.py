@@ -1,6 +1,4 @@
-"""What a command asks a checkpoint to become: its options held against the model, and the converter that they
-make.
-"""
+"""Conversion targets of the command: validate the options against the model and build the layer converter."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -31,48 +29,67 @@ from .wording import option
 
 Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
-BEST_MERGE = "default: calibrated principal, else mean"
-BEST_GROUPING = "default: with a principal merge similar, else neighbours"
-OPTIONS = MappingProxyType(
+BEST_MERGE = "default: principal with a calibration, else mean"
+BEST_GROUPING = "default: similar for a principal merge, else neighbours"
+OPTIONS = MappingProxyType(  # by layer type
     {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}
-)  # of a kind of layers
+)
 SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of what a checkpoint becomes."""
-    kinds = "fewer KV heads, latents, or layers for attnlib.load"
+    """Add the options that choose a conversion target to ``parser``."""
+    kinds = "fewer KV heads (gqa), latent attention (mla), or attnlib's own form for attnlib.load"
     parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
     heads = parser.add_argument_group("with --to gqa")
-    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
-    heads.add_argument("--merge", choices=get_args(StoredMerge), help=f"how heads become one ({BEST_MERGE})")
-    heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
-    heads.add_argument("--grouping", choices=get_args(Grouping), help=f"which become one ({BEST_GROUPING})")
+    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer (required)")
+    heads.add_argument(
+        "--merge", choices=get_args(StoredMerge), help=f"how the heads of a group are merged ({BEST_MERGE})"
+    )
+    heads.add_argument(
+        "--align",
+        choices=get_args(Align),
+        help="which projections to rotate into alignment before merging (default: none)",
+    )
+    heads.add_argument(
+        "--grouping", choices=get_args(Grouping), help=f"how heads are grouped ({BEST_GROUPING})"
+    )
     latent = parser.add_argument_group("with --to mla")
-    latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
-    latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
+    latent.add_argument("--rank", type=int, metavar="N", help="rank of the latent (required)")
     latent.add_argument(
-        "--q-rank", type=int, metavar="N", help="of queries, as llama.cpp wants (default: none)"
+        "--rope-dim", type=int, metavar="N", help=f"number of rotary channels (default: {ROPE_DIM})"
+    )
+    latent.add_argument(
+        "--q-rank",
+        type=int,
+        metavar="N",
+        help="rank of the queries, which llama.cpp requires (default: none)",
     )
     latent.add_argument(
         "--norm",
         choices=get_args(Norm),
-        help="how that of latents is passed: exact needs biases (default: without)",
+        help="how the latent's norm is represented: exact needs biases (default: calibrated if possible)",
     )
-    own = parser.add_argument_group("with --to attnlib, which takes --kv-heads or --rank as well")
+    own = parser.add_argument_group("with --to attnlib, which also takes --kv-heads or --rank")
     own.add_argument(
-        "--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%"
+        "--cache",
+        metavar="SIZE",
+        help="cache bytes per token over all layers, or a share of the source's, such as 25%%",
     )
-    own.add_argument("--layers", choices=("gqa", "mla"), help="what shares it (default: mla)")
+    own.add_argument(
+        "--layers", choices=("gqa", "mla"), help="layer type that shares the cache budget (default: mla)"
+    )
     parser.add_argument(
-        "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
+        "--reach",
+        type=int,
+        default=REACH,
+        metavar="N",
+        help=f"largest query-key distance to preserve scores over (default: {REACH})",
     )
 
 
 def require_own_options(arguments: argparse.Namespace) -> None:
-    """Raises RequestError for an option that means nothing here, or without the number that this target
-    needs.
-    """
+    """Raise RequestError for an option that the target does not take, or if the target's size is missing."""
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
     known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
@@ -80,29 +97,30 @@ def require_own_options(arguments: argparse.Namespace) -> None:
     if given := [
         option(name) for name in listed if name not in known and getattr(arguments, name) is not None
     ]:
-        raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
+        raise RequestError(f"{', '.join(given)}: does not apply to --to {arguments.to}; leave it out")
     given = [name for name in sizes if getattr(arguments, name) is not None]
     if not given:
         one = f"one of {', '.join(map(option, sizes))}" if len(sizes) > 1 else option(*sizes)
-        raise RequestError(f"{one}: expected with --to {arguments.to}, and it is missing")
+        raise RequestError(f"{one}: required with --to {arguments.to}, got none")
     if len(given) > 1:
-        raise RequestError(f"{', '.join(map(option, given))}: expected one of them, got {len(given)}")
+        raise RequestError(f"{', '.join(map(option, given))}: expected only one of them, got {len(given)}")
     if arguments.layers is not None and arguments.cache is None:
-        raise RequestError("--layers: means nothing without --cache; leave it out")
+        raise RequestError("--layers: applies only with --cache; leave it out")
 
 
 def target_of(
     arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
 ) -> Callable[[CalibrationStore | None], Made]:
-    """What makes the converter, and what a report says of it, of calibrations; of None to see what is
-    refused.
+    """Return a function that takes calibrations and builds the converter and its entries of the report.
+
+    Call the function with None to have wrong options refused before any calibration.
     """
     made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
     return partial(made, arguments, model, calibrated=calibrated)
 
 
 def device() -> str:
-    """What calibrates and factors: a GPU if there is one."""
+    """Return the device for calibration and factorization: ``cuda`` if available, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -120,7 +138,7 @@ def _to_gqa(
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{model.config['model_type']} know no fewer KV heads than heads, and --to attnlib writes for "
+            f"{model.config['model_type']} cannot load fewer KV heads than query heads; use --to attnlib and "
             "attnlib.load"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options
@@ -132,7 +150,7 @@ def _recipe(arguments: argparse.Namespace, model: CheckpointModel, *, calibrated
             arguments.merge,
             arguments.align,
             arguments.grouping,
-            reach=REACH if arguments.reach is None else arguments.reach,
+            reach=arguments.reach,
             calibrated=calibrated,
             maps_keys=rotates_alike(model.config) and not has_key_norms(model),
         )
@@ -149,20 +167,23 @@ def _to_mla(
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
         "q_rank": arguments.q_rank,
-        "reach": REACH if arguments.reach is None else arguments.reach,
+        "reach": arguments.reach,
         "norm": _norm(arguments.norm, model, calibrated=calibrated),
     }
     with _refusals("--to mla"):
-        known = {"calibrations": calibrations, "device": device()}
-        made = latent_converter(model.checkpoint.config, arguments.rank, **known, **options)
+        made = latent_converter(
+            model.checkpoint.config, arguments.rank, calibrations=calibrations, device=device(), **options
+        )
         scaling = rope_of(model.checkpoint.config).scaling
-    said = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
-    return _refusing(made), said | options
+    reported = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
+    return _refusing(made), reported | options
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """The norm that is asked for; else the one without biases, which more loaders read, where it can be
-    made.
+    """Return the requested norm, or the default: ``calibrated`` if possible, else ``exact``.
+
+    More loaders read the calibrated norm, as it needs no biases. It requires a calibration text and a source
+    whose biases it can represent.
     """
     if asked == "exact" or not calibrated:
         with _refusals("--to mla"):
@@ -206,8 +227,8 @@ def _to_own(
             sizes = [size] * len(model.layers)
         require_loadable(kind, sizes)
     made = kind.converter(sizes)
-    said = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
-    return replace(made, convert_layer=_refusing(made.convert_layer)), said | dict(kind.options)
+    reported = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
+    return replace(made, convert_layer=_refusing(made.convert_layer)), reported | dict(kind.options)
 
 
 def _own_kind(
@@ -219,13 +240,12 @@ def _own_kind(
 ) -> Kind:
     if _kind(arguments) == "gqa":
         return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))
-    reach = REACH if arguments.reach is None else arguments.reach
-    options = {"rope_dim": arguments.rope_dim, "q_rank": arguments.q_rank, "reach": reach}
+    options = {"rope_dim": arguments.rope_dim, "q_rank": arguments.q_rank, "reach": arguments.reach}
     return LatentKind(model, calibrations, device(), options)
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Which kind of layers there shall be."""
+    """Return the layer type to convert to, ``gqa`` or ``mla``."""
     if arguments.to != "attnlib":
         return arguments.to
     if arguments.kv_heads is not None:
@@ -234,7 +254,7 @@ def _kind(arguments: argparse.Namespace) -> str:
 
 
 def _refusing(converter: LayerConverter) -> LayerConverter:
-    """The same, whose refusals are those of a wrong request."""
+    """Wrap a converter so that its errors become RequestErrors that name the layer."""
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         with _refusals(f"layer {shape.index}"):
@@ -245,7 +265,7 @@ def _refusing(converter: LayerConverter) -> LayerConverter:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """What mathematics refuses is a wrong request."""
+    """Turn errors of the conversion functions into RequestErrors that start with ``what``."""
     try:
         yield
     except (CheckpointError, RequestError, VerificationError):

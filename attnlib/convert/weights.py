@@ -1,6 +1,4 @@
-"""The weights of a grouped-query layer head by head, as conversions compute with them, from and to its state
-dict.
-"""
+"""Per-head weights of a grouped-query layer, as conversions compute with them, and their state dicts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +16,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Heads:
     """Projections of ``h`` query heads and ``g`` KV heads, fp64; query head i reads KV head ``i // (h / g)``.
 
-    q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``: the last column is the bias (0 without), which the
-    constant one of a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here.
-    ``gains`` are those of q_norm ``[h, d]`` and of k_norm ``[g, d]``, the same row for all heads of most
-    models. ``rope`` says which channels are rotated, and in which pairs.
+    Shapes: q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``, o ``[m, h, d]``. The last column of q, k and v is
+    the bias (0 if the layer has none); it meets the constant one in the inputs of a :class:`Calibration`. The
+    bias of o plays no part in conversions. ``gains`` are the scales of q_norm ``[h, d]`` and k_norm
+    ``[g, d]``; in most models all heads share one row. ``rope`` says which channels are rotated and how they
+    pair up.
     """
 
     q: Tensor
@@ -34,40 +33,39 @@ class Heads:
 
     @property
     def rotated(self) -> int:
-        """How many of the first channels of a head rope rotates."""
+        """The number of channels that rope rotates; they come first in each head."""
         return 0 if self.rope is None else self.rope.dim
 
     @property
     def group(self) -> int:
-        """Query heads that read one KV head."""
+        """The number of query heads that read one KV head."""
         return len(self.q) // len(self.k)
 
     def pairs(self, rows: Tensor) -> Tensor:
-        """Rotated channels of ``[..., d, m]`` as complex ``[..., p / 2, m]``: rope multiplies by a phase."""
+        """Return the rotated channels of ``[..., d, m]`` as complex numbers ``[..., p / 2, m]``."""
         interleaved = self.rope is not None and self.rope.interleaved
         return pairs_of(rows[..., : self.rotated, :], interleaved=interleaved)
 
 
 def pairs_of(rows: Tensor, *, interleaved: bool) -> Tensor:
-    """Channels ``[..., p, m]`` as complex numbers ``[..., p / 2, m]``, paired as :func:`attnlib.rotate`
-    does.
-    """
+    """Return channels ``[..., p, m]`` as complex ``[..., p / 2, m]``, paired as in :func:`attnlib.rotate`."""
     channels = "(pair part)" if interleaved else "(part pair)"
     return torch.complex(*rearrange(rows, f"... {channels} m -> part ... pair m", part=2))
 
 
 def rows_of(pairs: Tensor, *, interleaved: bool) -> Tensor:
-    """The inverse of :func:`pairs_of`."""
+    """Return complex pairs ``[..., p / 2, m]`` as channels ``[..., p, m]``: the inverse of ``pairs_of``."""
     channels = "(pair part)" if interleaved else "(part pair)"
     return rearrange([pairs.real, pairs.imag], f"part ... pair m -> ... {channels} m")
 
 
 def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> Heads:
-    """The heads in a state dict of :class:`attnlib.GroupedQueryAttention`, the names of transformers; all are
-    copies.
+    """Return the heads in a state dict of :class:`attnlib.GroupedQueryAttention`, as copies.
+
+    Parameter names are those of transformers.
 
     Raises:
-        ValueError: weights that no grouped-query layer has, or that are not finite.
+        ValueError: the weights are not those of a grouped-query layer, or not finite.
     """
     for name, value in state.items():
         if not value.isfinite().all():
@@ -85,8 +83,9 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
 
 
 def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with the projections and sinks of ``heads``, in the dtypes and with the biases that it
-    has.
+    """Return ``state`` with the projections and sinks of ``heads``, in the dtypes of ``state``.
+
+    A bias is written only if ``state`` has it.
     """
     changed = {"o_proj.weight": rearrange(heads.o, "m h d -> m (h d)")}
     for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
@@ -95,7 +94,7 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             changed[f"{name}.bias"] = rearrange(rows[..., -1], "h d -> (h d)")
     if heads.gains is not None:
         for name, gains in zip(("q_norm.weight", "k_norm.weight"), heads.gains, strict=True):
-            if state[name].numel() > gains.shape[1]:  # those of each head, not one row for all
+            if state[name].numel() > gains.shape[1]:  # each head has its own row
                 changed[name] = gains if state[name].dim() == 2 else gains.flatten()
     if heads.sinks is not None:
         changed["sinks"] = heads.sinks
@@ -105,9 +104,7 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gains(weight: Tensor, rows: Tensor) -> Tensor:
-    """The gains of a norm of each head, of all heads as of one vector, or of each head with its own: ``[h,
-    d]``.
-    """
+    """Return norm scales as ``[h, d]`` from a shared row, a concatenation over heads, or ``[h, d]``."""
     return weight.to(torch.float64, copy=True).reshape(-1, rows.shape[1]).expand(rows.shape[:2])
 
 

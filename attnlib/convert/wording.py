@@ -1,4 +1,4 @@
-"""What functions say of their arguments, in the options of the command."""
+"""Rewrite Python argument names in error messages as options of the command."""
 
 import re
 from types import MappingProxyType
@@ -29,7 +29,7 @@ NAMES = "|".join(OPTIONS)
 
 
 def in_options(message: str) -> str:
-    """A message with ``rank: ...`` as ``--rank: ...``, ``merge="mean"`` as ``--merge mean``, and so on.
+    """Rewrite ``rank: ...`` as ``--rank: ...``, ``merge="mean"`` as ``--merge mean``, and so on.
 
     >>> in_options('num_kv_heads: expected 2, got 3; use align="values" or overwrite=True')
     '--kv-heads: expected 2, got 3; use --align values or --overwrite'
@@ -41,5 +41,5 @@ def in_options(message: str) -> str:
 
 
 def option(name: str) -> str:
-    """An argument's name as the command spells it."""
+    """Return an argument's name as a command-line option."""
     return f"--{name.replace('_', '-')}"

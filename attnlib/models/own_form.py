@@ -1,22 +1,22 @@
-"""attnlib's own form of a model's config.json: any decoder, each of whose attention layers may be of a kind
-of its own.
+"""attnlib's own form of config.json: any decoder, whose attention layers may differ in type and size.
 
-``model_type`` is "attnlib", so that no loader takes the folder for what it is not. ``base`` is the config of
-the model that it was, which still says all else, and ``layers`` tells what each attention layer has become.
+``model_type`` is "attnlib", so that no other loader mistakes the folder for the original model. ``base`` is
+the config of the source model, which still describes everything else, and ``layers`` has one entry per
+attention layer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 KIND, VERSION = "attnlib", 1
-MAX_SIZE = 2**24  # of heads, channels or a rank; a larger number is a mistake or an attack
-INNER = "layer."  # begins the names of an attention layer's own weights, which are those of attnlib's layers
+MAX_SIZE = 2**24  # limit for heads, channels and ranks: anything larger is a mistake or an attack
+INNER = "layer."  # prefix of an attention's weight names; the rest is the name in attnlib's layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedForm:
-    """A layer that is as ``base`` says but for its KV heads."""
+    """A layer that differs from ``base`` only in its KV-head count."""
 
     num_key_value_heads: int
 
@@ -26,11 +26,11 @@ class GroupedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
-    """A layer over latents, by DeepSeek's names; q_lora_rank is null where queries have no latent.
+    """A latent layer, with DeepSeek's field names; ``q_lora_rank`` is null if queries have no latent.
 
-    Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is
-    of all projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of queries.
-    ``norm_eps`` is that of the latents' norms.
+    Rotary pair c uses the frequency of pair ``rope_pairs[c]`` of the rope in ``base``. ``bias`` adds biases
+    to the projections for which DeepSeek has the option, ``query_bias`` to the projection that outputs the
+    query heads. ``norm_eps`` is the epsilon of the latent norms.
     """
 
     kv_lora_rank: int
@@ -54,11 +54,11 @@ class LatentForm:
         if type(self.rope_pairs) not in (list, tuple) or any(
             type(pair) is not int for pair in self.rope_pairs
         ):
-            raise ValueError(f"rope_pairs: expected numbers of pairs, got {str(self.rope_pairs)[:80]}")
+            raise ValueError(f"rope_pairs: expected a list of pair numbers, got {str(self.rope_pairs)[:80]}")
         if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(
             not 0 <= x < MAX_SIZE for x in self.rope_pairs
         ):
-            wanted = f"{self.qk_rope_head_dim / 2:g} numbers from 0 on, half of qk_rope_head_dim"
+            wanted = f"{self.qk_rope_head_dim / 2:g} pair numbers from 0 on, half of qk_rope_head_dim"
             raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
         object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
         for name in ("bias", "query_bias"):
@@ -67,38 +67,69 @@ class LatentForm:
         if type(self.norm_eps) is not float or not 0 < self.norm_eps < math.inf:
             raise ValueError(f"norm_eps: expected a positive number, got {str(self.norm_eps)[:80]}")
 
+    @property
+    def query_projection(self) -> str:
+        """The name of the projection that outputs the query heads."""
+        return "q_proj" if self.q_lora_rank is None else "q_b_proj"
+
 
 LayerForm = GroupedForm | LatentForm
 
 
 def is_own(config: Mapping[str, object]) -> bool:
-    """Whether a config.json is of this form."""
+    """True if a config.json is in attnlib's own form."""
     return config.get("model_type") == KIND
 
 
 def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> dict[str, object]:
-    """config.json of a model of config ``base`` whose attention layers are these.
+    """Return the config.json of a model with config ``base`` and these attention layers.
 
     >>> own_config({"model_type": "llama"}, [GroupedForm(num_key_value_heads=2)])["layers"]
     [{'num_key_value_heads': 2}]
     """
+    config = {"model_type": KIND, "version": VERSION, "base": dict(base)}
+    return with_layers(config, map(plain_form, layers))
+
+
+def with_layers(config: Mapping[str, object], layers: Iterable[Mapping[str, object]]) -> dict[str, object]:
+    """Return a config of this form with these layers, each as :func:`plain_form` returns it."""
+    return {**config, "layers": list(layers)}
+
+
+def plain_form(form: LayerForm) -> dict[str, object]:
+    """Return a layer's form as plain data for JSON."""
+    return asdict(form)
+
+
+def stored_name(name: str) -> str:
+    """Return the name on disk, below its attention, of the weight ``name`` of an attnlib layer."""
+    return f"{INNER}{name}"
+
+
+def biases_in(weights: Container[str]) -> dict[str, bool]:
+    """Return the bias fields of the :class:`LatentForm` of a layer with these weight names."""
     return {
-        "model_type": KIND,
-        "version": VERSION,
-        "base": dict(base),
-        "layers": [asdict(layer) for layer in layers],
+        "bias": "kv_a_proj_with_mqa.bias" in weights,
+        "query_bias": "q_proj.bias" in weights or "q_b_proj.bias" in weights,
     }
 
 
+def split_config(config: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, object]]:
+    """Return the stock model's config, and the fields that describe layers if ``config`` is of this form."""
+    if not is_own(config):
+        return config, {}
+    return base_of(config), {"layers": config["layers"]}
+
+
 def base_of(config: Mapping[str, object]) -> dict[str, object]:
-    """The config of the model that it was.
+    """Return the config of the source model.
 
     Raises:
-        ValueError: there is none, or the form is of a version that is not known.
+        ValueError: there is none, or the version of the form is unknown.
     """
     if config.get("version") != VERSION:
         raise ValueError(
-            f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; take a newer attnlib"
+            f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; install a newer attnlib"
         )
     base = config.get("base")
     if not isinstance(base, Mapping) or is_own(base):
@@ -107,34 +138,42 @@ def base_of(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
-    """What each attention layer is.
+    """Return the form of each attention layer.
 
     Raises:
-        ValueError: that is not said for some layer, or not as it should be; names it.
+        ValueError: the form of a layer is missing or invalid; the message names the layer.
     """
-    layers = config.get("layers")
+    return forms_from(config.get("layers"))
+
+
+def forms_from(layers: object) -> tuple[LayerForm, ...]:
+    """Return the forms in a list of plain ones.
+
+    Raises:
+        ValueError: the form of a layer is missing or invalid; the message names the layer.
+    """
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"layers: expected one entry for each layer, got {str(layers)[:80]}")
     return tuple(_layer(index, fields) for index, fields in enumerate(layers))
 
 
-def _layer(index: int, said: object) -> LayerForm:
-    if not isinstance(said, Mapping):
-        raise ValueError(f"layers: expected an object for layer {index}, got {str(said)[:80]}")
-    kind = LatentForm if "kv_lora_rank" in said else GroupedForm
+def _layer(index: int, plain: object) -> LayerForm:
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"layers: expected an object for layer {index}, got {str(plain)[:80]}")
+    kind = LatentForm if "kv_lora_rank" in plain else GroupedForm
     known = {field.name for field in fields(kind)}
-    if unknown := sorted(str(name) for name in said if name not in known):
+    if unknown := sorted(str(name) for name in plain if name not in known):
         raise ValueError(
             f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}"
         )
     try:
-        return kind(**said)
+        return kind(**plain)
     except (ValueError, TypeError) as error:
         raise ValueError(f"layers: layer {index}: {error}") from error
 
 
 def _check_sizes(form: object, *, least: int) -> None:
-    """Raises ValueError for a field that should be a size and is none."""
+    """Raise ValueError if an integer field is not an int from ``least`` to MAX_SIZE."""
     for field in fields(form):
         value = getattr(form, field.name)
         if field.type is int and (type(value) is not int or not least <= value <= MAX_SIZE):

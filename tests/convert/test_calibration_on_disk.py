@@ -135,7 +135,8 @@ def stopped(source, tokens, folder, monkeypatch, at, **options):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_stopped_run_goes_on_at_its_layer(source, tokens, tmp_path, whole, monkeypatch, at):
     [note] = stopped(source, tokens, tmp_path, monkeypatch, at)
-    assert note == f"{folder_of(tmp_path)}: what is calibrated stays: run the same command again to go on"
+    advice = "finished calibrations are kept: run the same command again to resume"
+    assert note == f"{folder_of(tmp_path)}: {advice}"
     states = [path.name for path in folder_of(tmp_path).glob("states-*")]
     assert states == ([] if at == 0 else [f"states-{at:05}.safetensors"])
     seen = calls_of(monkeypatch)
@@ -297,7 +298,7 @@ def test_what_a_scan_has_read_is_not_read_again(source, tokens, tmp_path, monkey
         patch.setattr(SourceFile, "chunks", lambda *_: pytest.fail("read again"))
         assert second._identity() == wanted
     flip(sorted((tmp_path / "in").glob("*.safetensors"))[0])
-    with pytest.raises(CheckpointError, match="changed meanwhile"):
+    with pytest.raises(CheckpointError, match="changed while in use"):
         second._identity()
 
 
@@ -316,7 +317,7 @@ def test_a_file_that_is_damaged_later_is_found(source, tokens, tmp_path):
     calibrations(0)
     flip(folder_of(tmp_path) / "layer-00001.safetensors")
     with (
-        pytest.raises(DamageError, match=r"layer-00001\.safetensors: expected what was written"),
+        pytest.raises(DamageError, match=r"layer-00001\.safetensors: expected the bytes that were written"),
         calibrations,
     ):
         calibrations(1)
@@ -367,7 +368,7 @@ def test_a_failing_disk_says_what_to_do(source, tokens, tmp_path, monkeypatch, w
     calibrations = kept(source, tokens, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "os", FaultyOs(20, failing(errno.EIO), ("write",)))
-        with pytest.raises(OutputError, match="what is calibrated stays") as error, calibrations:
+        with pytest.raises(OutputError, match="finished calibrations are kept") as error, calibrations:
             calibrations(0)
     assert str(folder_of(tmp_path)) in error.value.__notes__[0]
     with kept(source, tokens, tmp_path) as calibrations:
@@ -375,7 +376,7 @@ def test_a_failing_disk_says_what_to_do(source, tokens, tmp_path, monkeypatch, w
 
 
 def test_what_cannot_be_calibrated_says_how_to_do_without(source, tmp_path):
-    with pytest.raises(CheckpointError, match=r"got 130; --no-calibration goes by the weights alone"):
+    with pytest.raises(CheckpointError, match=r"got 130; --no-calibration converts without a text"):
         kept(source, torch.full((1, 9), 130), tmp_path)(0)
     assert {path.name for path in folder_of(tmp_path).iterdir()} <= {"calibration.json"}
 

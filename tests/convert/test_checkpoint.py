@@ -268,14 +268,14 @@ def test_a_result_goes_nowhere_else(tmp_path, number, overwrite):
 def test_a_source_inside_the_target_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     source = write_checkpoint(tmp_path / "out/in", llama())
-    with pytest.raises(RequestError, match="apart from the source"):
+    with pytest.raises(RequestError, match="outside the source"):
         run(source, tmp_path / "out", overwrite=True)
 
 
 def test_a_read_only_parent_is_refused(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "in", llama())
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(RequestError, match="a folder to write in"):
+    with pytest.raises(RequestError, match="a writable parent folder"):
         run(source, tmp_path / "out")
 
 

@@ -149,7 +149,7 @@ def test_a_cache_that_is_none_is_refused(tmp_path, fault):
     else:
         read = read_folder(snapshot, follow_links=True)
         blob.write_text("{}")
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed meanwhile"):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed while in use"):
             convert(read, tmp_path / "out", identity, progress=False)
         return
     with pytest.raises(CheckpointError, match=": expected "):
@@ -226,7 +226,7 @@ def test_files_have_size_limits(tmp_path, name, limit):
 @pytest.mark.parametrize("weight_map", [None, {}, [], "model.safetensors"])
 def test_an_index_needs_a_weight_map(tmp_path, weight_map):
     write_index(write_checkpoint(tmp_path / "in", llama(), shards=2), weight_map)
-    refused(tmp_path, "weight_map: expected the file of each tensor")
+    refused(tmp_path, "weight_map: expected the file name of each tensor")
 
 
 @pytest.mark.parametrize("fault", ["absent", "unlisted", "elsewhere", "both"])
@@ -400,7 +400,7 @@ CONFIG_LIES = [
     ({"model_type": ["llama"]}, "model_type: expected one of"),
     (
         {"quantization_config": {"bits": 4}},
-        "quantization_config: expected plain weights, got some packed, which",
+        "quantization_config: expected plain weights, got weights packed, which",
     ),
     (
         {"quantization_config": {"quant_method": "gptq"}},

@@ -43,14 +43,14 @@ def calibration_of(out):
 )
 def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, capsys):
     assert run(source, tmp_path / "out", *SHORT, to=to) == 0
-    sha256 = hashlib.sha256(choice.bundled()).hexdigest()
+    sha256 = hashlib.sha256(choice.calibrated()).hexdigest()
     said = {"text": choice.SAMPLE, "text_sha256": sha256, "samples": 3, "length": 16}
     assert calibration_of(tmp_path / "out") == said
     printed, bar = capsys.readouterr()
     assert "calibrated on: 3 x 16 tokens of the bundled sample, passages of 'Alice's Adventures" in printed
     assert (
-        f"(public domain), sha256 {sha256[:12]}; text like the model's own does better: --text FILE"
-        in printed
+        f"(public domain), sha256 {sha256[:12]}; text like the model's training data gives better results: "
+        "--text FILE" in printed
     )
     assert "for random inputs" not in printed
     assert "calibrating on the bundled sample: 100%" in bar
@@ -66,7 +66,7 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
 
 
 def test_the_sample_is_a_text_like_any(source, tmp_path):
-    (tmp_path / "sample").write_bytes(choice.bundled())
+    (tmp_path / "sample").write_bytes(choice.calibrated())
     assert run(source, tmp_path / "a", *SHORT) == 0
     assert run(source, tmp_path / "b", *SHORT, "--text", tmp_path / "sample") == 0
     a, b = (contents(tmp_path / name) for name in "ab")
@@ -87,11 +87,11 @@ def test_a_text_of_ones_own_is_not_the_sample(source, tmp_path, capsys):
 def test_no_calibration_goes_by_the_weights_alone(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(TextCalibration, "__init__", lambda *_, **__: pytest.fail("a text was run"))
     assert run(source, tmp_path / "out", "--no-calibration") == 0
-    assert calibration_of(tmp_path / "out") == "the weights alone"
+    assert calibration_of(tmp_path / "out") == "no text, only the weights"
     settings = report_of(tmp_path / "out")["settings"]
     assert (settings["merge"], settings["grouping"]) == ("mean", "neighbours")
     printed, bar = capsys.readouterr()
-    assert "calibrated on: the weights alone" in printed
+    assert "calibrated on: no text, only the weights" in printed
     assert "for random inputs" in printed
     assert "calibrating" not in bar
 
@@ -113,9 +113,9 @@ def test_what_merges_nothing_is_not_calibrated(source, tmp_path, capsys, monkeyp
     )
     for name, source_of, heads in (("a", source, 8), ("b", tmp_path / "gpt2", 4)):
         assert run(source_of, tmp_path / name, *options, to=("gqa", "--kv-heads", heads)) == 0
-        assert calibration_of(tmp_path / name) == "none: no heads are merged"
+        assert calibration_of(tmp_path / name) == "nothing, as no heads are merged"
         printed, bar = capsys.readouterr()
-        assert "calibrated on: none: no heads are merged" in printed
+        assert "calibrated on: nothing, as no heads are merged" in printed
         assert "comparing" in bar
 
 
@@ -134,7 +134,7 @@ def test_by_default_it_is_128_pieces_of_512_tokens(source, tmp_path, monkeypatch
 
 def test_the_sample_is_english_of_many_words():
     """A tokenizer of words and parts of words makes a token at least of each word."""
-    text = choice.bundled().decode()
+    text = choice.calibrated().decode()
     assert files("attnlib.convert.text").joinpath("sample.txt").is_file()
     assert text.startswith("Alice was beginning to get very tired of sitting by her sister on the bank")
     assert len(text.split()) > 16 * 2048
@@ -154,8 +154,8 @@ def test_a_source_without_a_tokenizer_says_what_to_do(source, tmp_path, to, caps
         path.unlink()
     assert run(tmp_path / "in", tmp_path / "out", to=to) == 3
     error = capsys.readouterr().err
-    assert "in: expected the model's own tokenizer, for the text, got none; copy it there" in error
-    assert "--no-calibration goes by the weights alone" in error
+    assert "in: expected the model's own tokenizer, to read the text, got none; copy it there" in error
+    assert "--no-calibration converts without a text" in error
     assert run(tmp_path / "in", tmp_path / "out", "--no-calibration", to=to) == 0
 
 
@@ -172,24 +172,24 @@ def test_families_are_calibrated_by_default(tmp_path, kind):
 
 
 REFUSED = {
-    "--text: means nothing with --no-calibration": ("--no-calibration", "--text", "x"),
-    "--samples, --length: means nothing": ("--no-calibration", "--samples", 3, "--length", 3),
-    "--keep-calibration: means nothing": ("--no-calibration", "--keep-calibration", "x"),
+    "--text: does not apply with --no-calibration": ("--no-calibration", "--text", "x"),
+    "--samples, --length: does not apply": ("--no-calibration", "--samples", 3, "--length", 3),
+    "--keep-calibration: does not apply": ("--no-calibration", "--keep-calibration", "x"),
     "--keep-calibration: expected a folder": ("--keep-calibration", "{tmp}/file"),
     "--samples: expected a positive count, got 0": ("--samples", 0),
     "--length: expected a positive count, got -1": ("--length", -1),
-    "--text: expected a file to read": ("--text", "{tmp}"),
+    "--text: expected a readable file": ("--text", "{tmp}"),
     "--text: expected UTF-8": ("--text", "{tmp}/latin"),
     "--text: expected at least --length 30 tokens, got 4": ("--text", "{tmp}/file", "--length", 30),
     "--kv-heads: expected a divisor": ("--kv-heads", 3),
     "--align: expected ": ("--merge", "principal", "--align", "all"),
     "--reach: expected at least 1": ("--reach", 0),
     "--max-shard-size: expected": ("--max-shard-size", "0"),
-    "OUT: expected a folder apart from the source": ("out={source}/in/out",),
-    "OUT: expected its parent to be a folder": ("out={tmp}/no/out",),
-    "OUT: expected a folder or nothing there yet": ("out={tmp}/file",),
-    "OUT: expected an empty folder or none": ("out={tmp}/full",),
-    "OUT: --overwrite replaces a folder with": ("out={tmp}/full", "--overwrite"),
+    "OUT: expected a folder outside the source": ("out={source}/in/out",),
+    "OUT: expected a writable parent folder": ("out={tmp}/no/out",),
+    "OUT: expected a folder or an unused path": ("out={tmp}/file",),
+    "OUT: expected an empty or new folder": ("out={tmp}/full",),
+    "OUT: --overwrite replaces only folders with": ("out={tmp}/full", "--overwrite"),
 }
 
 

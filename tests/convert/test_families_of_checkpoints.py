@@ -329,7 +329,7 @@ def test_heads_side_by_side_are_fused_by_head():
     assert weights["q_proj.weight"][:, 0].tolist() == [0, 1, 6, 7, 12, 13, 18, 19]
     assert weights["v_proj.weight"][:, 0].tolist() == [4, 5, 10, 11, 16, 17, 22, 23]
     assert names.join(family, weights, shape)["query_key_value.weight"].equal(rows)
-    with pytest.raises(CheckpointError, match=r"as many heads of keys and values as of queries"):
+    with pytest.raises(CheckpointError, match=r"as many KV heads as query heads"):
         names.join(
             family, weights | {"k_proj.weight": torch.ones(2, 8), "v_proj.weight": torch.ones(2, 8)}, shape
         )

@@ -117,7 +117,7 @@ def test_a_difference_is_an_error_only_where_nothing_was_lost(source, tmp_path):
     other = save(tmp_path / "other", "llama", rms_norm_eps=0.5)
     check = StockCheck(source, logits=True)
     assert check(other, {"0": {"key_error": 0.1}})["kl_nats"] > 0
-    with pytest.raises(VerificationError, match="by its errors the conversion lost nothing"):
+    with pytest.raises(VerificationError, match="as the layer errors are those of a lossless conversion"):
         check(other, {"0": {"key_error": 0.0}})
 
 
@@ -129,19 +129,19 @@ SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexit
     [
         (
             {},
-            "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually returns most "
-            "of that",
+            "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually recovers most "
+            "of the loss",
         ),
         ({"perplexity_after": 15017.3}, "perplexity 27.9 before, 15,017 after on"),
         (
             {"perplexity_after": None},
-            "beyond all numbers after on 4,096 tokens of a text; fine-tuning usually",
+            "too large to compute after on 4,096 tokens of a text; fine-tuning usually",
         ),
-        ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: nothing that training would"),
-        ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: nothing that training would"),
+        ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: no loss to recover"),
+        ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: no loss to recover"),
         (
             {"perplexity_before": None, "perplexity_after": None},
-            "beyond all numbers before, beyond all numbers after",
+            "too large to compute before, too large to compute after",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_what_was_lost_in_a_sentence(changed, wanted):
     said = lost(SAID | changed, source="in", out="out")
     assert wanted in said
     assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == (
-        "nothing that" not in said
+        "no loss to recover" not in said
     )
 
 

@@ -227,7 +227,7 @@ def test_a_failing_disk_says_so_and_is_gone_on_with(
         patch.setattr(LayerFolder, "remember", LayerFolder.remember)
         remembering(1, failing(code))
         assert run(source, tmp_path / "out") == exit_code
-    assert "what is calibrated stays" in capsys.readouterr().err
+    assert "finished calibrations are kept" in capsys.readouterr().err
     assert run(source, tmp_path / "out") == 0
 
 

@@ -331,7 +331,7 @@ def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, 
     monkeypatch.setattr(latent, "latent_state", interrupted)
     options = ("--rank", 12, "--rope-dim", 8, "--max-shard-size", "12KB")
     run(source, tmp_path / "out", *options, code=130)
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     run(source, tmp_path / "out", *options)
     run(source, tmp_path / "whole", *options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -340,14 +340,14 @@ def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ((), "one of --kv-heads, --rank, --cache: expected with --to attnlib"),
-        (("--rank", 8, "--kv-heads", 2), "--kv-heads, --rank: expected one of them"),
-        (("--rank", 8, "--cache", "50%"), "--rank, --cache: expected one of them"),
-        (("--rank", 8, "--merge", "mean"), "--merge: means nothing"),
-        (("--kv-heads", 2, "--rope-dim", 8), "--rope-dim: means nothing"),
-        (("--kv-heads", 2, "--norm", "exact"), "--norm: means nothing"),
-        (("--kv-heads", 2, "--layers", "gqa"), "--layers: means nothing without --cache"),
-        (("--cache", "lots"), "--cache: expected bytes a token, or a share"),
+        ((), "one of --kv-heads, --rank, --cache: required with --to attnlib"),
+        (("--rank", 8, "--kv-heads", 2), "--kv-heads, --rank: expected only one of them"),
+        (("--rank", 8, "--cache", "50%"), "--rank, --cache: expected only one of them"),
+        (("--rank", 8, "--merge", "mean"), "--merge: does not apply"),
+        (("--kv-heads", 2, "--rope-dim", 8), "--rope-dim: does not apply"),
+        (("--kv-heads", 2, "--norm", "exact"), "--norm: does not apply"),
+        (("--kv-heads", 2, "--layers", "gqa"), "--layers: applies only with --cache"),
+        (("--cache", "lots"), "--cache: expected bytes per token, or a share"),
         (("--cache", "101%"), "--cache: expected at most the source's"),
         (("--cache", "1%"), "--cache: expected at least"),
         (("--kv-heads", 3), "--kv-heads: expected a divisor"),

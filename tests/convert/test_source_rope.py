@@ -123,7 +123,7 @@ def test_learned_positions_are_no_rope(model_type):
         ({"rope_scaling": "linear"}, r"rope_scaling: expected an object, got linear"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            r"one rope for each kind of layer",
+            r"got one for each layer type",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"expected factor with 'linear', and it is missing"),
         (
@@ -137,7 +137,7 @@ def test_learned_positions_are_no_rope(model_type):
         ),
         ({"rope_theta": -1}, r"rope\.theta: expected a finite number above 0, got -1"),
         ({"rope_theta": "big"}, r"rope\.theta"),
-        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a share of 1, got 1\.5"),
+        ({"partial_rotary_factor": 1.5}, r"factor: expected a share above 0 and up to 1, got 1\.5"),
         ({"partial_rotary_factor": "all"}, r"partial_rotary_factor"),
         ({"partial_rotary_factor": 0.02}, r"rope\.dim"),
         ({"head_dim": 7}, r"rope\.dim: expected a positive even"),
@@ -234,7 +234,7 @@ def test_names_of_gpt_neox():
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "expected one rope for each kind of layer"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "expected one rope for each layer type"),
         (GEMMA3 | {"layer_types": "sliding_attention"}, "layer_types: expected an entry for layer 0"),
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a count"),
         ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers: expected an entry for layer 0"),

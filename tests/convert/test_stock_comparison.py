@@ -141,7 +141,7 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
     layers_of, heads_of = TextLayers.__init__, Head.__init__
     monkeypatch.setattr(TextLayers, "__init__", lambda self, *x: layers_of(self, *x) or streams.append(self))
     monkeypatch.setattr(Head, "__init__", lambda self, *x: heads_of(self, *x) or heads.append(self))
-    real = comparison._through
+    real = comparison.through
 
     def through(module, states):
         held.append(
@@ -154,7 +154,7 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
         )
         return real(module, states)
 
-    monkeypatch.setattr(comparison, "_through", through)
+    monkeypatch.setattr(comparison, "through", through)
     words = []
     add = Divergence.add
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_logits_of_the_source_that_are_no_numbers(pairs, tmp_path):
     (old, new), _ = pairs("llama")
     copied(old, tmp_path, {"model.norm.weight": lambda x: x.fill_(torch.inf)})
     found = compare(read_folder(tmp_path), read_folder(new), SEEN)
-    assert found == "none: those of the source are not finite"
+    assert found == "none: the source's logits are not finite"
     assert math.isnan(compare(read_folder(old), read_folder(tmp_path), SEEN)["largest_logit_difference"])
 
 

@@ -263,7 +263,7 @@ def test_a_text_that_cannot_be_read(tmp_path):
     with pytest.raises(RequestError, match=r"UTF-8 in .*at byte 3"):
         read_text(tmp_path / "latin")
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(RequestError, match="text: expected a file to read"):
+        with pytest.raises(RequestError, match="text: expected a readable file"):
             read_text(path)
 
 
@@ -312,8 +312,8 @@ def changed(tmp_path, source, change):
 @pytest.mark.parametrize(
     ("name", "new", "match"),
     [
-        ("layers.1.mlp.up_proj.weight", None, r"up_proj\.weight: expected, to run the model over text"),
-        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected in one place"),
+        ("layers.1.mlp.up_proj.weight", None, r"up_proj\.weight: required to run the model over text"),
+        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected once, next to the layers"),
         (
             "layers.2.mlp.up_proj.weight",
             torch.ones(3, 24),
@@ -345,7 +345,7 @@ def test_a_model_that_is_no_decoder(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
     BertModel(BertConfig(**sizes, vocab_size=90)).save_pretrained(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"expected a decoder of an embedding, layers and a norm.*got 'bert'"
+        CheckpointError, match=r"expected a decoder with an embedding, layers and a norm.*got 'bert'"
     ):
         streamed(tmp_path, torch.ones(1, 5, dtype=torch.int64))(0)
 

@@ -319,7 +319,7 @@ def change(folder, edit):
         (("--steps", 0), "--steps: expected a positive count, got 0"),
         (("--batch", 3, "--accumulate", 2), "--batch: expected a multiple of 2"),
         (("--context", 400), "--text: expected at least 4010 tokens"),
-        (("--text", "/nowhere"), "--text: expected a file to read"),
+        (("--text", "/nowhere"), "--text: expected a readable file"),
         (("--device", "cuda"), "--device: expected cpu"),
         (("--tensorboard",), "--tensorboard: expected TensorBoard"),
         (("--lora", 4), "--lora needs peft: pip install peft"),
@@ -341,7 +341,8 @@ def test_one_run_at_a_time(folders, tmp_path, capsys):
     with only_one(tmp_path / "out"):
         assert heal(folders, tmp_path / "out") == 2
     assert (
-        "out: expected to be alone, and another run writes there; wait for its end" in capsys.readouterr().err
+        "out: expected no other run, and another run writes there; wait until it ends"
+        in capsys.readouterr().err
     )
 
 

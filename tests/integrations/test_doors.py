@@ -166,9 +166,7 @@ def test_other_keys_than_the_mask_was_asked_for_are_refused(monkeypatch, side):
         monkeypatch, lambda q, k, v, mask: (q, torch.cat([k, k[:, :, :2]], 2), v.repeat(1, 1, 2, 1), mask)
     )
     padding = half_padded() if side else torch.ones(2, 9, dtype=torch.long)
-    with pytest.raises(
-        NotImplementedError, match=r"LlamaAttention: expected as many keys .*\[9\].*got 11"
-    ):
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention: expected as many keys .*\[9\].*got 11"):
         model(torch.randint(3, 61, (2, 9)), attention_mask=padding)
 
 

@@ -143,6 +143,8 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
 def test_what_is_not_there_is_refused(name):
     q = torch.randn(1, 2, 3, 8)
     attention_forward(CAUSAL, q, q, q, None, **{name: None})
-    with pytest.raises(NotImplementedError, match=f'{name}: attn_implementation="attnlib" does not support it'):
+    with pytest.raises(
+        NotImplementedError, match=f'{name}: attn_implementation="attnlib" does not support it'
+    ):
         attention_forward(CAUSAL, q, q, q, None, **{name: True})
     attention_forward(CAUSAL, q, q, q, None, anything="else")

@@ -260,7 +260,7 @@ HOSTILE = {
     # F17: what is no weight of the model
     "nan": (filled(torch.nan, 2), f"{KEY} {{'nan': 2}}: expected finite"),
     "inf": (filled(-torch.inf, 1), f"{KEY} {{'inf': 1}}: expected finite"),
-    "nan eps": (lambda x: raw_field(x, "rms_norm_eps", "NaN"), "NaN is no JSON"),
+    "nan eps": (lambda x: raw_field(x, "rms_norm_eps", "NaN"), "NaN is not valid JSON"),
     "infinite eps": (lambda x: raw_field(x, "rms_norm_eps", "1e999"), "1e999 is too large"),
     "int32": (as_dtype(torch.int32), f"{KEY}: expected a floating dtype, got torch.int32"),
     "complex": (as_dtype(torch.complex64), f"{KEY}: expected a floating dtype, got torch.complex64"),
@@ -298,7 +298,10 @@ FIELDS = {
     "a rope that is none": ({"rope_parameters": {"rope_type": "nothing"}}, "nothing"),
     "an activation that is none": ({"hidden_act": "nothing"}, "nothing"),
     "architectures of numbers": ({"architectures": [7]}, "transformers"),
-    "another architecture": ({"architectures": ["GPT2LMHeadModel"]}, "transformers cannot build a model from it"),
+    "another architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "transformers cannot build a model from it",
+    ),
     "a dtype that is none": ({"dtype": "float99"}, "float99"),
     "a dtype of integers": ({"dtype": "int32"}, "dtype: expected a floating dtype"),
     "10**7 layers": ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected at most 64"),
@@ -319,11 +322,11 @@ FIELDS = {
     ),
     "attention of the Hub": (
         {"attn_implementation": "kernels/x"},
-        "attn_implementation: expected no name of the Hub",
+        "attn_implementation: expected no repository on the Hub",
     ),
     "attention of the Hub inside": (
         {"text_config": {"_attn_implementation": {"": "a/b"}}},
-        "expected no name of the Hub",
+        "expected no repository on the Hub",
     ),
 }
 HOSTILE |= {
@@ -491,7 +494,8 @@ def test_a_snapshot_of_a_download_cache_is_loaded_by_its_path(stock, folder):
         logits(attnlib.load(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
     with pytest.raises(
-        CheckpointError, match=r"config\.json: expected a plain file, got a link; follow_links"
+        CheckpointError,
+        match=r"config\.json: expected a plain file, got a link; for a download cache use follow_links",
     ):
         attnlib.load(snapshot, follow_links=False)
     (snapshot / CONFIG).unlink()
@@ -508,9 +512,7 @@ def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monk
         logits(attnlib.load("me/mine")), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
     for name in ("me/nobodys", "no where", "../nowhere"):
-        with pytest.raises(
-            CheckpointError, match="expected a folder with a checkpoint, or a Hub model"
-        ):
+        with pytest.raises(CheckpointError, match="expected a folder with a checkpoint, or a Hub model"):
             attnlib.load(name)
 
 
@@ -622,7 +624,7 @@ def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
         return honest(stored)
 
     monkeypatch.setattr(checkpoint_files.StoredTensor, "load", changed)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed meanwhile"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while in use"):
         attnlib.load(folder)
 
 

@@ -1,1 +1,1 @@
-"""Whether stock loaders load a converted folder, and whether it still says the same."""
+"""Checks of a converted folder: do stock loaders load it, and do its logits match the source?"""

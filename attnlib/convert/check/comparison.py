@@ -1,7 +1,7 @@
-"""What two folders say of the same tokens: one layer of one model in memory at a time, then some rows of
-their heads.
+"""Compare the logits of two checkpoints on the same tokens, with one layer of one model in memory at a time.
 
-A kind of model that cannot be run so is loaded whole, where it is small.
+After the last layer, the heads are applied to a slice of the vocabulary at a time. A model type that cannot
+be run layer by layer is loaded whole if it is small enough.
 """
 
 import math
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checkpoint_files.folder import Checkpoint
 from ..checkpoint.errors import CheckpointError
 from ..stock import load_model
 from ..text.freed import give_back
-from ..text.layers import TextLayers
+from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
 from .divergence import Divergence
 from .head import Head
 
-WHOLE = 2 * 10**9  # bytes of weights up to which a model is loaded whole
-WORDS, PLACES = 8192, 128  # logits that are in memory at once, for each worker
-ROWS = 16  # places whose logits are in fp64 at once
+WHOLE = 2 * 10**9  # load a model whole only up to this many bytes of weights
+WORDS, PLACES = 8192, 128  # vocabulary and positions of the logits that each worker holds at once
+ROWS = 16  # positions whose logits are cast to fp64 at once
 NONE = "none: the model has no head"
 
 Measures = dict[str, object]
-Said = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and what makes logits of them
+Outputs = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and the model's head
 
 
 def compare(
@@ -37,52 +37,48 @@ def compare(
     device: torch.device | str = "cpu",
     advance: Callable[[], object] = lambda: None,
 ) -> Measures | str:
-    """How far logits of ``new`` are from those of ``old`` over ``tokens`` ``[windows, n]``, in fp32.
+    """Measure how far the logits of ``new`` are from those of ``old``, in fp32.
 
-    The largest logit of ``old``, the largest difference, the mean KL divergence, and both perplexities of
-    each window's tokens behind its first; or why there are none. ``advance`` is told of each layer that all
-    windows have passed. On a CPU no bit depends on how many threads torch has, if n is a multiple of 16.
+    ``tokens`` is ``[windows, n]``. Return the largest logit of ``old``, the largest difference, the mean KL
+    divergence, and both models' perplexities over each window's tokens after the first. If there is nothing
+    to compare, return the reason as a string. ``advance`` is called after each layer. On a CPU, results are
+    bit-identical for any number of torch threads if n is a multiple of 16.
 
     Raises:
-        CheckpointError: a weight is missing or of another size, or a token has no embedding.
+        CheckpointError: a weight is missing or has the wrong size, or a token has no embedding.
     """
     try:
         streams = [TextLayers(checkpoint, device) for checkpoint in (old, new)]
     except CheckpointError as error:
         size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
         if size > WHOLE:
-            return f"not compared: {error}; and {size:,} bytes are too many to load the model whole"
-        said = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
+            return f"not compared: {error}; the model has {size:,} bytes, too many to load at once"
+        outputs = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
     else:
-        said = [_streamed(layers, tokens, device, advance) for layers in streams]
-    if None in said:
+        outputs = [_streamed(layers, tokens, device, advance) for layers in streams]
+    if None in outputs:
         return NONE
-    return _measures(said[0], said[1], tokens.to(device), device)
+    return _measures(outputs[0], outputs[1], tokens.to(device), device)
 
 
 def _streamed(
     layers: TextLayers, tokens: Tensor, device: torch.device | str, advance: Callable[[], object]
-) -> Said | None:
+) -> Outputs | None:
     head = Head.of_checkpoint(layers.checkpoint, device)
     if head is None:
         return None
     states = layers.embedded(tokens)
     for index in range(len(layers)):
         with layers.layer(index) as layer, side_by_side(device) as workers:
-            for n, x in enumerate(workers.map(partial(_through, layer), states)):
+            for n, x in enumerate(workers.map(partial(through, layer), states)):
                 states[n] = x
         give_back()
         advance()
     norm = layers.load_norm()
-    return [_through(norm, x)[0] for x in states], head
+    return [through(norm, x)[0] for x in states], head
 
 
-def _through(module: nn.Module, states: Tensor) -> Tensor:
-    with torch.no_grad():  # which is a thread's own
-        return module(states)
-
-
-def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Said | None:
+def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Outputs | None:
     seen = []
     model = load_model(checkpoint, dtype=torch.float32, device=device, allow_nonfinite=True)
     head = model.get_output_embeddings()
@@ -96,7 +92,7 @@ def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -
     return seen, Head.of_model(model)
 
 
-def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) -> Measures | str:
+def _measures(old: Outputs, new: Outputs, tokens: Tensor, device: torch.device | str) -> Measures | str:
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
     cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
     places = [
@@ -106,12 +102,11 @@ def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) 
         for head in (old[1], new[1]):
             head.take(first, min(first + WORDS, head.words))
         with side_by_side(device) as workers:
-            for _ in workers.map(partial(_add, old[1], new[1], first), places):
-                pass
+            list(workers.map(partial(_add, old[1], new[1], first), places))  # waits for all of them
         give_back()
     found = [divergence for _, _, some in places for divergence in some]
     if not all(math.isfinite(divergence.largest) for divergence in found):
-        return "none: those of the source are not finite"
+        return "none: the source's logits are not finite"
     lost = torch.cat([divergence.lost() for divergence in found], 1).mean(1)
     return {
         "tokens": tokens.numel(),
@@ -132,5 +127,5 @@ def _add(old: Head, new: Head, first: int, place: tuple[Tensor, Tensor, list[Div
 
 
 def _perplexity(nats: float) -> float | None:
-    """None where it is no number."""
+    """Return ``exp(nats)``; None if that overflows or is NaN."""
     return math.exp(nats) if nats < 700 else None

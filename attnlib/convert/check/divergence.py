@@ -1,59 +1,57 @@
-"""How far two models are apart at some places of a text, summed over slices of the vocabulary."""
+"""The divergence of two models' predictions, accumulated over slices of the vocabulary."""
 
 import torch
 from torch import Tensor
 
 
 class Divergence:
-    """Sums over all words, of logits that come some words at a time.
+    """KL divergence and cross-entropy of two models at n positions, added up over vocabulary slices.
 
-    ``targets`` ``[n]`` are the words that follow; behind the end of a text there is none, which is -1.
+    ``targets`` ``[n]`` are the next tokens; -1 marks a position at the end of a text, which has none.
     """
 
     def __init__(self, targets: Tensor):
         self.targets = targets
-        self.largest: float = 0.0  # of the old logits
-        self.difference: float = 0.0  # of old and new ones
-        self._old, self._new, self._apart = _LogSum(), _LogSum(), torch.zeros(())
-        self._said = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
+        self.largest: float = 0.0  # largest absolute logit of the old model
+        self.difference: float = 0.0  # largest absolute difference of old and new logits
+        self._old, self._new, self._weighted = _LogSum(), _LogSum(), torch.zeros(())
+        self._target_logits = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, first: int, old: Tensor, new: Tensor) -> None:
-        """Logits ``[n, words]`` of the words from ``first`` on."""
+        """Add logits ``[n, words]`` of both models, for the vocabulary slice that starts at ``first``."""
         old, new = old.double(), new.double()
-        apart = old - new
+        gap = old - new
         self.largest = _larger(self.largest, old)
-        self.difference = _larger(self.difference, apart)
+        self.difference = _larger(self.difference, gap)
         before = self._old.highest
         weights = self._old.add(old)
-        shrunk = 0.0 if before is None else self._apart * (before - self._old.highest).exp()
-        self._apart = shrunk + (weights * apart).sum(-1)
+        shrunk = 0.0 if before is None else self._weighted * (before - self._old.highest).exp()
+        self._weighted = shrunk + (weights * gap).sum(-1)
         self._new.add(new)
         here = (self.targets >= first) & (self.targets < first + old.shape[1])
         places = here.nonzero().squeeze(1)
-        for said, logits in zip(self._said, (old, new), strict=True):
-            said[places] = logits[places, self.targets[places] - first]
+        for target_logits, logits in zip(self._target_logits, (old, new), strict=True):
+            target_logits[places] = logits[places, self.targets[places] - first]
 
     def kl(self) -> Tensor:
-        """The divergence of new from old at each place, in nats."""
-        return self._apart / self._old.total - self._old.value() + self._new.value()
+        """Return the KL divergence of the new model from the old one at each position, in nats."""
+        return self._weighted / self._old.total - self._old.value() + self._new.value()
 
     def lost(self) -> Tensor:
-        """Nats by which the old and the new model miss the words that follow: ``[2, places that have
-        one]``.
-        """
+        """Return the cross-entropy of both models in nats: ``[2, positions that have a target]``."""
         sums = torch.stack((self._old.value(), self._new.value()))
-        return (sums - self._said)[:, self.targets >= 0]
+        return (sums - self._target_logits)[:, self.targets >= 0]
 
 
 class _LogSum:
-    """The logarithm of a sum of exponentials, relative to the highest so far."""
+    """A running log-sum-exp, stored as the highest value and the sum of exponentials relative to it."""
 
     def __init__(self):
         self.highest: Tensor | None = None
         self.total: Tensor = torch.zeros(())
 
     def add(self, x: Tensor) -> Tensor:
-        """Add ``[n, words]``; returns what each adds to the total."""
+        """Add logits ``[n, words]`` and return their exponentials relative to the highest so far."""
         highest = x.amax(-1)
         if self.highest is not None:
             highest = highest.maximum(self.highest)
@@ -68,5 +66,5 @@ class _LogSum:
 
 
 def _larger(value: float, x: Tensor) -> float:
-    """The larger of a value and all ``abs(x)``; NaN if there is one."""
+    """Return the larger of ``value`` and the maximum of ``abs(x)``; NaN if ``x`` contains one."""
     return float(torch.maximum(x.new_tensor(value), x.abs().amax()))

@@ -1,8 +1,7 @@
-"""A language model's head: logits of final hidden states, for some words of the vocabulary at a time.
+"""A language model's head: logits of final hidden states, for one slice of the vocabulary at a time.
 
-The class of transformers runs its own forward, so that multipliers, soft caps and whatever else a family does
-to its logits are done as there. Only its decoder is another: one that takes final hidden states and gives
-them on.
+The transformers class runs its own forward, so each family's logit multipliers and soft caps apply. Only its
+decoder is replaced, by a stub that returns the given hidden states.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,23 +24,23 @@ Rows = Callable[[int, int], Tensor]
 
 
 class Head:
-    """The head of ``model``, whose decoder is taken away; ``rows`` gives some rows of each of its parameters.
+    """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    What comes after the product with its weight must be the same for every word, as it is in all families.
+    Whatever follows the product with the weight must treat all words alike, as it does in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):
         self._head, self._rows = model.get_output_embeddings(), rows
         self.words: int = self._head.out_features
-        setattr(model, model.base_model_prefix, _Given())
+        setattr(model, model.base_model_prefix, _StubDecoder())
         self._model = model.eval()
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, device: torch.device | str) -> "Head | None":
-        """That of a folder, in fp32, whose rows are read when they are asked for; None: its model has none.
+        """Return the head of a checkpoint in fp32, its rows read on demand; None if the model has no head.
 
         Raises:
-            CheckpointError: the file has no tensor for it, or one of another size.
+            CheckpointError: the tensor of the head is missing or has the wrong size.
         """
         with quiet(), torch.device("meta"):
             config = read_config(checkpoint)
@@ -62,40 +61,40 @@ class Head:
 
     @classmethod
     def of_model(cls, model: "PreTrainedModel") -> "Head":
-        """That of a model in memory, which loses its decoder."""
+        """Return the head of a loaded model; the model loses its decoder."""
         whole = {name: x.detach().clone() for name, x in model.get_output_embeddings().named_parameters()}
         return cls(model, {name: lambda first, last, x=x: x[first:last] for name, x in whole.items()})
 
     def take(self, first: int, last: int) -> None:
-        """From now on give logits of the words ``first`` to ``last - 1``."""
+        """Load the head for the words ``first`` to ``last - 1``; later calls return their logits."""
         for name, rows in self._rows.items():
-            setattr(self._head, name, None)  # before the next rows take their memory
+            setattr(self._head, name, None)  # frees the old rows before the new ones are allocated
             setattr(self._head, name, nn.Parameter(rows(first, last), requires_grad=False))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits ``[n, words]`` of final hidden states ``[n, m]``."""
+        """Return logits ``[n, words]`` of final hidden states ``[n, m]``."""
         with torch.no_grad():
             return self._model(inputs_embeds=states[None], use_cache=False).logits[0]
 
 
 def _in_fp32(stored: StoredTensor, device: torch.device | str, first: int, last: int) -> Tensor:
-    """Rows of a tensor, which travel as they are stored, in memory of their own."""
+    """Return rows of a stored tensor in new fp32 memory; they are sent to ``device`` in the stored dtype."""
     return stored.rows(first, last).to(device).to(torch.float32, copy=True)
 
 
-class _Given(nn.Module):
-    """A decoder whose embeddings are its final hidden states."""
+class _StubDecoder(nn.Module):
+    """A stand-in decoder that returns its input embeddings as the final hidden states."""
 
     @property
-    def decoder(self) -> "_Given":  # where OPT has it
+    def decoder(self) -> "_StubDecoder":  # OPT's attribute
         return self
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> "_Output":
-        return _Output(inputs_embeds)
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> "_StubOutput":
+        return _StubOutput(inputs_embeds)
 
 
-class _Output:
-    """What a decoder returns, of which there are hidden states alone."""
+class _StubOutput:
+    """The output of the stand-in decoder; every attribute but the hidden states is None."""
 
     def __init__(self, states: Tensor):
         self.last_hidden_state: Tensor = states
@@ -108,7 +107,7 @@ class _Output:
 
 
 def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
-    """A parameter of the head in the file; without one of its own it is tied to the embedding."""
+    """Return the stored tensor of a head parameter; a missing weight is tied to the embedding."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
         found = [

@@ -1,4 +1,4 @@
-"""What a conversion lost: by the errors of its layers, and by what the result says of a text."""
+"""Quality loss of a conversion: judged by its layer errors, and described by perplexities."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,43 +6,42 @@ from typing import Any
 from ..checkpoint.verify import Errors
 from ..latent.losses import BASELINE
 
-LOSSLESS = 1e-6  # of every error that a converter reports; more than what fp32 rounds
-NOTICED = 1e-3  # of a perplexity, relatively; less is said to be the same
+LOSSLESS = 1e-6  # a lossless conversion has every error below this; fp32 rounding stays below it
+NOTICED = 1e-3  # relative increase of the perplexity that counts as a loss
 RETURNS = (
-    "fine-tuning usually returns most of that (in docs/conversion.md a small model with half of its KV heads "
-    "came back to within 1 % of its bits a byte in 1,000 steps): "
+    "fine-tuning usually recovers most of the loss (in docs/conversion.md a small model with half of its KV "
+    "heads came back to within 1 % of its bits per byte in 1,000 steps): "
     "python -m attnlib finetune {out} HEALED --teacher {source} --text FILE"
 )
 
 
 def nothing_lost(errors: Errors) -> bool:
-    """Whether every error of every layer is no more than rounding to fp32."""
+    """True if there are errors and each is at most fp32 rounding."""
     found = [error for layer in errors.values() for error in own_errors(layer).values()]
     return bool(found) and all(error is not None and error < LOSSLESS for error in found)
 
 
 def own_errors(errors: Mapping[str, float | None]) -> dict[str, float | None]:
-    """A layer's errors without those of what it is compared with."""
+    """Return a layer's errors without those of the baseline."""
     return {name: error for name, error in errors.items() if not name.startswith(BASELINE)}
 
 
 def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object = "OUT") -> str | None:
-    """A sentence on what was lost of a text, by the measures of a check, and what brings it back; None: not
-    measured.
+    """Return a sentence on the perplexity lost and how to recover it; None if no perplexity was measured.
 
-    ``source`` and ``out`` are the folders, as a command names them.
+    ``source`` and ``out`` are the folder names to print in the suggested command.
     """
     if "perplexity_before" not in measures:
         return None
     before, after = measures["perplexity_before"], measures["perplexity_after"]
     where = f"on {measures['tokens']:,} tokens of {measures['text']}"
-    told = f"perplexity {_number(before)} before, {_number(after)} after {where}"
+    line = f"perplexity {_number(before)} before, {_number(after)} after {where}"
     if after is not None and before is not None and after <= before * (1 + NOTICED):
-        return f"{told}: nothing that training would have to bring back"
-    return f"{told}; {RETURNS.format(source=source, out=out)}"
+        return f"{line}: no loss to recover by fine-tuning"
+    return f"{line}; {RETURNS.format(source=source, out=out)}"
 
 
 def _number(perplexity: float | None) -> str:
     if perplexity is None:
-        return "beyond all numbers"
+        return "too large to compute"
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.3g}"

@@ -1,7 +1,7 @@
-"""The tensors of a folder held against those that transformers makes of its config.json, by name and shape.
+"""Compare the tensors of a folder with the model that transformers builds from its config.json.
 
-transformers' own loading does it, of tensors that have a shape and no memory, so that the size of a model
-does not matter.
+Names and shapes are compared by transformers' own loading code, with tensors that have a shape but no memory.
+So the size of the model does not matter.
 """
 
 import re
@@ -18,13 +18,14 @@ Amiss = dict[str, set[str]]
 
 
 def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
-    """What is missing, unexpected or mismatched, of another shape, when transformers loads a folder.
+    """Return the tensors that are missing, unexpected or of another shape when transformers loads a folder.
 
     Raises:
-        CheckpointError: transformers refuses config.json, or finds parts only of what it puts together.
+        CheckpointError: transformers refuses config.json, or a tensor that it assembles from parts lacks
+            some of them.
     """
-    # Experts that are stacked would take their memory, if not on meta; transformers takes that from
-    # accelerate alone.
+    # Stacked experts would be allocated unless they are on the meta device. transformers accepts
+    # device_map="meta" only if accelerate is installed.
     where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
     zero = torch.zeros((), device=where.get("device_map"))
     checkpoint = read_folder(folder, follow_links=follow_links)
@@ -40,10 +41,10 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
                 output_loading_info=True,
                 **where,
             )
-    except RuntimeError as error:  # of tensors that it puts together
+    except RuntimeError as error:  # transformers could not assemble a tensor from its parts
         named = ", ".join(_holes(tensors)) or str(error)[:200]
         raise CheckpointError(
-            f"expected all parts of what transformers puts together, got none of {named}"
+            f"expected all parts of the tensors that transformers assembles, got none of {named}"
         ) from error
     mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
     return {
@@ -54,13 +55,13 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
 
 
 def listed(found: Mapping[str, set[str]]) -> str:
-    """What of :func:`amiss` there is, in words; empty if nothing."""
+    """Describe the result of :func:`amiss` in words: the first five names; empty if nothing is amiss."""
     names = [f"{what} {name}" for what, some in found.items() for name in sorted(some)]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _holes(names: Iterable[str]) -> list[str]:
-    """The tensors that some experts of a layer have and others lack."""
+    """Return the expert tensors that some experts of a layer lack and others have."""
     found = [
         match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))
     ]

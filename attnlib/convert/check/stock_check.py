@@ -1,4 +1,4 @@
-"""Whether stock transformers loads a converted folder, and whether it says the same as before."""
+"""Check that stock transformers loads a converted folder and that its logits still match the source."""
 
 import math
 from collections.abc import Callable
@@ -15,28 +15,28 @@ from .comparison import Measures, compare
 from .lost import nothing_lost
 from .names import amiss, listed
 
-SAME = 1e-3  # of the largest logit: what rounding of 1e-6 may become on its way through all layers
+# Largest logit difference of a lossless conversion, relative to the largest logit: layers may amplify
+# rounding errors of 1e-6 to this.
+SAME = 1e-3
 TOKENS = 64
 
 
 class StockCheck:
-    """Holds a converted folder against the model that transformers makes of its config.json.
+    """Compare a converted folder with the model that transformers builds from its config.json.
 
-    Names and shapes always, of the source when this is made; also logits if ``logits``, see :func:`compare`,
-    over ``tokens`` ``[windows, n]`` or ``[n]`` (None: random ones). Where ``text`` says of which text,
-    perplexities are measured as well. Called with the folder and the errors of its layers, it returns
-    measures for the report. Tensors of the source that its model has not are no error: no loader uses them,
-    and they are listed.
-
-    ``follow_links`` is that of :func:`.checkpoint.folder.read_folder`, of the source.
+    Names and shapes are always compared: those of the source on construction, those of the result on each
+    call. With ``logits``, logits are compared as well, see :func:`compare`, over ``tokens`` ``[windows, n]``
+    or ``[n]``; random tokens if None. If ``text`` names the text of these tokens, perplexities are reported
+    too. Call the check with the result folder and its layer errors; it returns measures for the report.
+    Tensors of the source that its own model does not use are listed but are not an error. ``follow_links`` is
+    passed to :func:`read_folder` for the source.
 
     Raises:
-        CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers
-        what the
-            source lacks or has in another shape.
-        VerificationError: when called: weights are missing or of another shape, or unexpected and not of the
-        source; or
-            logits differ by more than rounding though the layers' errors say that nothing was lost.
+        CheckpointError: transformers refuses the source's config.json, or would randomly initialize
+            weights that the source lacks or has in another shape.
+        VerificationError: raised by a call, if weights are missing, have another shape, or are unexpected
+            and not in the source; or if the logits differ by more than rounding although the layer errors
+            are zero up to rounding.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class StockCheck:
         if lacking := listed(found):
             needed = f"{class_of(read_config(source)).__name__}, which {CONFIG} asks for"
             raise CheckpointError(
-                f"expected all weights of {needed}, got {lacking}; transformers would make them up"
+                f"expected all weights of {needed}, got {lacking}; transformers would initialize them "
+                "randomly"
             )
 
     def __call__(self, result: Path, errors: Errors) -> Measures:
@@ -73,7 +74,7 @@ class StockCheck:
         spare = sorted(found["unexpected"] & self._spare)
         found["unexpected"] -= self._spare
         if wrong := listed(found):
-            raise VerificationError(f"expected a folder that transformers loads whole, got {wrong}")
+            raise VerificationError(f"expected a folder that transformers loads completely, got {wrong}")
         measures = {"loaded_by": f"transformers {stock().__version__}"}
         measures |= {"unexpected_as_in_source": spare} if spare else {}
         return measures | (self._compared(result, errors) if self.logits else {})
@@ -88,9 +89,9 @@ class StockCheck:
         lossless = nothing_lost(errors)
         if not difference <= (SAME * largest if lossless else math.inf):
             wanted = (
-                "those of the source, for by its errors the conversion lost nothing"
+                "those of the source, as the layer errors are those of a lossless conversion"
                 if lossless
-                else "numbers"
+                else "finite numbers"
             )
             raise VerificationError(
                 f"logits: expected {wanted}, got a difference of {difference:.3g} where the largest is "
@@ -102,7 +103,7 @@ class StockCheck:
 
 
 def random_tokens(folder: Path) -> Tensor:
-    """TOKENS tokens of the model's vocabulary, or as many as it has positions; always the same."""
+    """Return TOKENS random tokens from a fixed seed; fewer if the model has fewer positions."""
     config = read_config(folder).get_text_config()
     count = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,4 @@
-"""Checkpoint folders read and written, safe against crashes and strangers, whatever converts the layers in
-them.
-"""
+"""Read and write checkpoint folders: robust against crashes and untrusted files, for any layer converter."""
 
 import sys
 
@@ -22,5 +20,5 @@ __all__ = [
     "identity",
 ]
 
-for _moved in (folder, header, plain_json):  # which others import from here as well
+for _moved in (folder, header, plain_json):  # still importable under their former names in this package
     sys.modules[f"{__name__}.{_moved.__name__.rpartition('.')[2]}"] = _moved

@@ -1,11 +1,11 @@
-"""Some files read side by side: what one thread makes a sha256 of is less than what most disks give."""
+"""Read several files in parallel: one thread hashes sha256 more slowly than most disks read."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
 from typing import TypeVar
 
-FILES = 4  # each takes a buffer
+FILES = 4  # read in parallel; each needs a buffer
 File, Found = TypeVar("File"), TypeVar("Found")
 Advance = Callable[[int], object]
 
@@ -13,21 +13,21 @@ Advance = Callable[[int], object]
 def read_at_once(
     read: Callable[[File, Advance], Found], files: Iterable[File], advance: Advance
 ) -> list[Found]:
-    """``read(file, advance)`` of each of the files; their ``advance`` may be told of bytes by all of them at
-    once.
+    """Return ``read(file, advance)`` for each file, calling ``read`` in a pool of FILES threads.
 
-    Where one raises, or the caller is interrupted, the others end at what they tell next.
+    The ``advance`` passed to ``read`` is thread-safe. If one call raises or the caller is interrupted, the
+    other calls end with a CancelledError at their next ``advance``.
     """
-    telling, stopped = Lock(), Event()
+    lock, stopped = Lock(), Event()
 
-    def tell(count: int) -> None:
-        with telling:
+    def locked_advance(count: int) -> None:
+        with lock:
             if stopped.is_set():
                 raise CancelledError
             advance(count)
 
     with ThreadPoolExecutor(FILES) as pool:
-        reading = [pool.submit(read, file, tell) for file in files]
+        reading = [pool.submit(read, file, locked_advance) for file in files]
         try:
             for ended in as_completed(reading):
                 ended.result()

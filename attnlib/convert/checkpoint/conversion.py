@@ -1,10 +1,9 @@
-"""A folder of safetensors into another, its attention converted layer by layer, safe against crashes and
-strangers.
+"""Convert a folder of safetensors into another one, layer by layer, robust against crashes and bad input.
 
-The source is read four ways and trusted in none: names (folder.py), headers (header.py), config against
-weights (model.py), bytes (scan.py). What will come out is planned whole (plan.py) before a byte is written;
-files appear whole (writing.py), a stopped run goes on where it was (progress.py), and the target appears with
-one rename.
+The source is not trusted. Four modules validate it: ``folder.py`` names, ``header.py`` headers, ``model.py``
+config against weights, and ``scan.py`` bytes. ``plan.py`` plans the whole result before a byte is written.
+Files appear only when complete (``writing.py``), an interrupted run resumes (``progress.py``), and the target
+folder appears with one rename.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from ...checkpoint_files.plain_json import dump, parse_object
 from ...internal.signatures import kind
+from ...models.own_form import plain_form, with_layers
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .layer import LayerConverter
 from .model import CheckpointModel, read_model
@@ -32,12 +32,9 @@ from .scan import scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
-REFUSALS = (
-    ValueError,
-    TypeError,
-    NotImplementedError,
-)  # of weights and requests: the same command meets them again
-TOOL = "attnlib checkpoint conversion 5"  # counts up when the same request gives other bytes
+# Errors of weights and requests: the same command would raise them again, so there is nothing to resume.
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+TOOL = "attnlib checkpoint conversion 6"  # increment when the same request gives other bytes
 
 
 @kind
@@ -54,36 +51,37 @@ def convert(
     check: Check | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Convert the attention of the checkpoint in the folder ``source`` into the new folder ``out``; returns
-    its report.
+    """Convert the attention of the checkpoint ``source`` into the new folder ``out`` and return its report.
 
-    ``source`` may be what ``read_folder`` has read, as with ``follow_links=True`` of a download cache's
-    snapshot.
+    ``source`` is a folder, or the result of ``read_folder``, for example with ``follow_links=True`` for the
+    snapshot of a download cache.
 
-    ``convert_layer`` gets a layer's weights by this library's parameter names, and its shape; it must be a
-    pure function, and ``settings`` (plain JSON) must name it and everything else that decides what it
-    returns: with equal settings and sources, a stopped conversion goes on behind its last finished shard.
-    ``max_shard_size`` is in bytes. ``overwrite`` replaces an earlier result, and nothing else. A run that is
-    refused in the middle, with a ValueError, TypeError or NotImplementedError, leaves nothing; ``keep=False``
-    also removes what a stopped run finished. ``check`` gets the finished folder before it is in place and the
-    errors of its layers, and returns measures for the report or raises VerificationError; the result of a
-    failed check is kept, and its report says ``"verified": false``.
+    ``convert_layer`` gets a layer's weights under this library's parameter names, and its shape. It must be a
+    pure function. ``settings`` (plain JSON) must name it and everything else that affects its result: with
+    equal settings and sources, an interrupted conversion resumes after its last finished shard.
+    ``max_shard_size`` is in bytes. ``overwrite`` replaces an earlier result but no other folder. A run that
+    is refused midway with a ValueError, TypeError or NotImplementedError leaves nothing behind;
+    ``keep=False`` also removes the finished shards of an interrupted run. ``check`` gets the finished folder,
+    before it is moved into place, and the layer errors; it returns measures for the report or raises
+    VerificationError. If it fails, the result is still written, and its report has ``"verified": false``.
 
-    Takes as much memory as two layers and their conversion. Needs a POSIX file system, and huggingface_hub.
+    Memory use is about two layers plus their conversion. Requires a POSIX file system and huggingface_hub.
 
-    Each error has the ``exit_code`` of a command that ends so.
+    Each error has an ``exit_code`` for commands, given here before its cause.
 
     Raises:
-        RequestError: 2, ``out`` is no place for the result, or another conversion writes there.
-        CheckpointError: 3, the source is malformed, unsafe, not finite, of an unknown kind, or changed
-        meanwhile. VerificationError: 4, the result is not what it should be. NoSpaceError: 5, no room, or a
-        quota used up. OutputError: 1, it cannot be written for another reason.
+        RequestError: 2, ``out`` cannot hold the result, or another conversion writes there.
+        CheckpointError: 3, the source is malformed, unsafe, not finite, of an unknown type, or changed
+            during the run.
+        VerificationError: 4, the result is wrong.
+        NoSpaceError: 5, the disk is full or a quota is exhausted.
+        OutputError: 1, the result cannot be written for another reason.
     """
     read = source if isinstance(source, Checkpoint) else None
     source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    settings = parse_object(dump(settings or {}), "settings")  # as it will be read again
+    settings = parse_object(dump(settings or {}), "settings")  # compares equal when read back from disk
     _require_apart(source, target)
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
@@ -94,7 +92,9 @@ def convert(
             inputs, nonfinite = scan(model.checkpoint, bar.update)
             if nonfinite and not allow_nonfinite:
                 listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
-                raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+                raise CheckpointError(
+                    f"{listed}: expected finite weights; pass allow_nonfinite=True to copy them"
+                )
             layers = ConvertedLayers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
             request = {
@@ -115,7 +115,7 @@ def convert(
 def _write(
     work: WorkFolder, plan: Plan, layers: ConvertedLayers, nonfinite: Mapping, check: Check | None, bar
 ) -> dict[str, object]:
-    """Write what is not there yet, verify all, and put it in place; returns the report."""
+    """Write what is missing, verify all of it, move it into place, and return the report."""
     model, finite = layers.model, not work.identity["allow_nonfinite"]
     work.begin()
     bar.total = bar.n + 2 * sum(shard.nbytes for shard in plan.shards)
@@ -127,15 +127,17 @@ def _write(
         with sigterm_waits():
             work.shards[shard.name] = _write_shard(work.checkpoint, shard, layers, finite, bar.update)
             work.layers |= {str(index): plain_errors(errors) for index, errors in layers.errors.items()}
-            work.forms |= {str(index): asdict(form) for index, form in layers.forms.items()}
+            work.forms |= {str(index): plain_form(form) for index, form in layers.forms.items()}
             work.save()
-    plan = plan.with_layers([work.forms[str(index)] for index in model.layers] if work.forms else None)
+    if work.forms:
+        forms = [work.forms[str(index)] for index in model.layers]
+        plan = replace(plan, config=with_layers(plan.config, forms))
     outputs = work.shards | _write_rest(work.checkpoint, plan, model, work.identity["inputs"])
     bar.set_description_str("verifying")
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
         work.forget(changed)
         raise DamageError(
-            f"{', '.join(changed)}: expected what was written, got something else; check the disk"
+            f"{', '.join(changed)}: expected the bytes that were written, got others; check the disk"
         )
     checked = run_check(check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
@@ -152,14 +154,14 @@ def _write(
     write_file(work.checkpoint, REPORT, dump(report))
     work.finish()
     if not report["verified"]:
-        raise VerificationError(f"{work.target}: kept, and marked as not verified: {report['reason']}")
+        raise VerificationError(f"{work.target}: written, but marked as not verified: {report['reason']}")
     return report
 
 
 def _write_shard(
     folder: Path, shard: Shard, layers: ConvertedLayers, finite: bool, advance: Callable[[int], object]
 ) -> str:
-    """Write one shard, a layer or some megabytes at a time; returns its sha256."""
+    """Write one shard, one layer or chunk at a time, and return its sha256."""
     buffer = buffer_for(shard.nbytes)
     with new_file(folder, shard.name) as file:
         file.write(shard.header)
@@ -171,7 +173,7 @@ def _write_shard(
                     file.write(part)
                     advance(len(part))
             else:
-                file.write(_checked(layers.planned(name, output), finite, name))
+                file.write(_finite_bytes(layers.planned(name, output), finite, name))
                 advance(output.entry.nbytes)
     return file.sha256
 
@@ -179,7 +181,7 @@ def _write_shard(
 def _write_rest(
     folder: Path, plan: Plan, model: CheckpointModel, inputs: Mapping[str, Mapping]
 ) -> dict[str, str]:
-    """Write index, config and what is copied; returns their sha256."""
+    """Write the index, config.json and copied files; return their sha256."""
     texts = {CONFIG: dump(plan.config)} | ({INDEX: dump(plan.index)} if plan.index is not None else {})
     for name, text in texts.items():
         write_file(folder, name, text)
@@ -189,18 +191,20 @@ def _write_rest(
             file.write(source.read())
         hashes[source.name] = file.sha256
         if file.sha256 != inputs[source.name]["sha256"]:
-            raise CheckpointError(f"{source.name}: changed meanwhile; start again when it is at rest")
+            raise CheckpointError(
+                f"{source.name}: changed during the conversion; start again when nothing writes to it"
+            )
     return hashes
 
 
-def _checked(tensor: Tensor, finite: bool, name: str) -> bytearray:
+def _finite_bytes(tensor: Tensor, finite: bool, name: str) -> bytearray:
     if finite and (counts := count_nonfinite(tensor)):
         raise VerificationError(f"{name}: expected finite weights of a finite source, got {counts}")
     return bytes_of(tensor)
 
 
 def bytes_of(tensor: Tensor) -> bytearray:
-    """A tensor's elements one behind the other, as files of safetensors have them."""
+    """Return a tensor's elements as contiguous bytes, as safetensors files store them."""
     data = bytearray(tensor.nbytes)
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.contiguous().flatten().view(torch.uint8))
@@ -208,26 +212,29 @@ def bytes_of(tensor: Tensor) -> bytearray:
 
 
 def _require_apart(source: Path, target: Path) -> None:
-    """Raises RequestError unless files can be written beside ``target`` that are nowhere in the source."""
+    """Raise RequestError unless ``target`` can be created outside the source folder."""
     parent = target.parent.resolve()
     place = parent / target.name
     if place.is_relative_to(source) or source.is_relative_to(place):
-        raise RequestError(f"out: expected a folder apart from the source {source}, got {target}")
+        raise RequestError(f"out: expected a folder outside the source {source}, got {target}")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RequestError(f"out: expected its parent to be a folder to write in, got {parent}")
+        raise RequestError(f"out: expected a writable parent folder, got {parent}")
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
-    """Raises RequestError unless the result may appear at ``target``."""
+    """Raise RequestError unless the result may be placed at ``target``."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise RequestError(f"out: expected a folder or nothing there yet, got a link or file {target}")
+        raise RequestError(f"out: expected a folder or an unused path, got a link or file {target}")
     if target.exists() and any(target.iterdir()):
         if not overwrite:
             raise RequestError(
-                f"out: expected an empty folder or none, got {target} with files; or overwrite=True"
+                f"out: expected an empty or new folder, got {target} with files; use overwrite=True to "
+                "replace a result"
             )
         if not (target / REPORT).is_file():
-            raise RequestError(f"out: overwrite=True replaces a folder with a {REPORT}, got {target} without")
+            raise RequestError(
+                f"out: overwrite=True replaces only folders with a {REPORT}, got {target} without it"
+            )
 
 
 def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinished: list[Path]) -> None:
@@ -237,18 +244,16 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
         require_room(work.target.parent, sum(sizes), max(sizes), len(sizes) + 4)
     except NoSpaceError as error:
         if others := [str(folder) for folder in unfinished if folder != work.folder]:
-            error.add_note(f"unfinished conversions to the same place: {', '.join(others)}")
+            error.add_note(f"unfinished conversions to the same target: {', '.join(others)}")
         raise
 
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
-    """What is finished stays for the next run of a command that was stopped, and goes with one that was
-    refused.
-    """
-    advice = "what is finished stays: run the same command again to go on"
+    """Keep finished work when the run is interrupted, and remove it when the run is refused."""
+    advice = "finished work is kept: run the same command again to resume"
     try:
-        with clean_errors(advice if keep else "what was finished is removed"):
+        with clean_errors(advice if keep else "finished work is removed"):
             yield
     except BaseException as error:
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
@@ -260,9 +265,12 @@ def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
 
 
 def _bar(model: CheckpointModel, progress: bool):
-    from tqdm import tqdm  # huggingface_hub needs it too
+    from tqdm import tqdm  # always installed: huggingface_hub depends on it
 
-    total, quick = 3 * sum(file.size for file in model.checkpoint.files), sys.stderr.isatty()
     return tqdm(
-        total=total, unit="B", unit_scale=True, disable=not progress, mininterval=0.2 if quick else 15
+        total=3 * sum(file.size for file in model.checkpoint.files),
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
     )

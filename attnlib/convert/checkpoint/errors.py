@@ -1,35 +1,41 @@
-"""What can go wrong in a conversion, each with the exit code of a command that ends with it.
+"""Errors of a conversion, each with the exit code of the command.
 
-0 is success and 2 a wrong request (:class:`RequestError`, as argparse has it), 3 a folder that is not read
-(:class:`CheckpointError`); 1 is left for what is none of these.
+| code | meaning |
+|---|---|
+| 0 | success |
+| 1 | the result cannot be written (:class:`OutputError`) |
+| 2 | wrong request (:class:`RequestError`; argparse uses the same code) |
+| 3 | the folder cannot be read (:class:`CheckpointError`) |
+| 4 | the result is wrong (:class:`VerificationError`) |
+| 5 | no space left (:class:`NoSpaceError`) |
 """
 
 from ...checkpoint_files.errors import CheckpointError as CheckpointError
 
 
 class RequestError(ValueError):
-    """The request itself is wrong: where the result should go, or that another run is writing there."""
+    """The request is wrong: invalid options, an unusable target folder, or another run is writing there."""
 
     exit_code = 2
 
 
 class VerificationError(ValueError):
-    """The result was written, and is not what it should be."""
+    """The result was written but failed verification."""
 
     exit_code = 4
 
 
 class DamageError(VerificationError):
-    """What was written is not what is there any more; the next run writes it again."""
+    """A written file no longer has the bytes that were written; the next run writes it again."""
 
 
 class OutputError(OSError):
-    """The result could not be written; what was finished waits to be resumed."""
+    """The result could not be written; a later run resumes from the finished shards."""
 
     exit_code = 1
 
 
 class NoSpaceError(OutputError):
-    """The file system has too little room, or a quota is used up."""
+    """The file system is full or a quota is exhausted."""
 
     exit_code = 5

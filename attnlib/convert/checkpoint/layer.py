@@ -1,8 +1,8 @@
-"""What a converter of one layer gets and gives; reading and writing checkpoints knows nothing else of it.
+"""Interface between checkpoints and layer converters: the arguments and the result of a converter.
 
-Weights go by the parameter names of this library's layers, whatever their names on disk: ``q_proj.weight``
-``[h * d, m]``, ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``,
-biases and ``q_norm.weight``, ``k_norm.weight`` ``[d]`` where the model has them.
+Weights have this library's parameter names, whatever their names on disk: ``q_proj.weight`` ``[h * d, m]``,
+``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``, and, if the model
+has them, biases and ``q_norm.weight``, ``k_norm.weight`` ``[d]``.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from ...models.own_form import LayerForm
 @kind
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Layer ``index`` of the source: ``width`` m, ``heads`` h, ``kv_heads`` g, ``head_dim`` d."""
+    """The shape of source layer ``index``: ``width`` m, ``heads`` h, ``kv_heads`` g, ``head_dim`` d."""
 
     index: int
     width: int
@@ -27,7 +27,7 @@ class LayerShape:
 
     @property
     def rows(self) -> dict[str, int]:
-        """What each projection gives out: the rows of its weight."""
+        """The output size of each projection, which is the row count of its weight."""
         keys = self.kv_heads * self.head_dim
         return {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": self.width}
 
@@ -35,12 +35,12 @@ class LayerShape:
 @kind
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
-    """A layer's new weights, in the dtype in which they are to be stored.
+    """A layer's new weights, in the dtype in which they will be stored.
 
-    ``config`` is what config.json must say of them, the same for all layers: keys such as
-    ``num_key_value_heads`` that are added to the source's, or all of another model's, its ``model_type``
-    among them. ``form`` is what one of attnlib's own form says of this layer alone. ``errors`` go into the
-    report, by names of the converter's choice.
+    ``config`` holds the config.json fields for the new weights, which must be the same for all layers. They
+    are either added to the source's config, such as ``num_key_value_heads``, or the complete config of
+    another model, with a ``model_type``. ``form`` describes this layer in a checkpoint of attnlib's own form.
+    ``errors`` go into the report under names that the converter chooses.
     """
 
     weights: Mapping[str, Tensor]
@@ -54,7 +54,10 @@ LayerConverter = Callable[[Mapping[str, Tensor], LayerShape], ConvertedLayer]
 
 @dataclass(frozen=True, slots=True)
 class ConverterByLayer:
-    """A converter to layers of several ``kinds``; of one kind, those that are stored alike come out alike."""
+    """A layer converter with one form per layer: ``kinds[i]`` is the form that layer i is converted to.
+
+    Source layers that are stored the same way and have the same form must produce tensors of the same shapes.
+    """
 
     convert_layer: LayerConverter
     kinds: tuple[LayerForm, ...]
@@ -65,5 +68,5 @@ class ConverterByLayer:
 
 @kind
 def identity(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
-    """The layer as it is."""
+    """Return the layer unchanged."""
     return ConvertedLayer(weights)

@@ -1,4 +1,4 @@
-"""What config.json says of the attention, held against the weights; and the config of the result."""
+"""Validate the attention in config.json against the stored weights, and edit the config for the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .errors import CheckpointError
 from .layer import LayerShape
 from .names import PARAMETERS, TEXT, Layer, family_of, find_layers, text_of
 
-MAX_COUNT = 2**24  # of heads, layers or channels; a larger number is a mistake or an attack
+MAX_COUNT = 2**24  # limit for heads, layers and channels: anything larger is a mistake or an attack
 FLOATS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 KV_HEADS = "num_key_value_heads"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointModel:
-    """A checkpoint whose layers are known: where their weights are, and ``unknown`` tensors beside these."""
+    """A checkpoint with its attention layers located; ``unknown`` lists other tensors found inside them."""
 
     checkpoint: Checkpoint
     family: AttentionStorage
@@ -32,28 +32,27 @@ class CheckpointModel:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """config.json, or the part of it that describes the text model."""
+        """config.json, or its part for the text model."""
         return text_of(self.checkpoint.config)
 
     def stored(self, index: int) -> dict[str, TensorEntry]:
-        """The tensors of a layer by their names on disk, prefix excluded."""
+        """Return the tensor entries of a layer by their names on disk, without the prefix."""
         layer = self.layers[index]
         return {name: self.checkpoint.tensors[layer.prefix + name].entry for name in layer.stored}
 
     @property
     def dtype(self) -> torch.dtype:
-        """What K and V are computed in: the dtype of their weights, bf16 where that is only for storage."""
+        """The dtype in which K and V are computed: that of the weights, or bf16 for storage-only dtypes."""
         entry = next(entry for name, entry in self.stored(0).items() if name.endswith("weight"))
         return entry.dtype if entry.dtype in DTYPES else torch.bfloat16
 
 
 def read_model(checkpoint: Checkpoint) -> CheckpointModel:
-    """Find the layers of a checkpoint, and hold every weight of theirs against config.json.
+    """Find the attention layers of a checkpoint and validate each weight against config.json.
 
     Raises:
-        CheckpointError: a model that the table of names does not know, packed weights, a layer missing, or a
-        size that
-            differs from what config.json says; names the tensor and both numbers.
+        CheckpointError: the model type is unknown, weights are packed, a layer is missing, or a size
+            differs from config.json; the message names the tensor and both numbers.
     """
     config = text_of(checkpoint.config)
     require_unpacked(checkpoint.config)
@@ -75,7 +74,7 @@ def read_model(checkpoint: Checkpoint) -> CheckpointModel:
 
 
 def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerShape:
-    """The shape of layer 0 of the text model; all layers have the same."""
+    """Return the shape of layer 0 of the text model; all layers have the same shape."""
     config, sizes = text_of(config), family.sizes
     width, heads = _count(config, family.width, sizes.width), _count(config, family.heads, sizes.heads)
     kv_heads = _count(config, KV_HEADS, None if family.kv_heads is None else sizes.kv_heads, null=heads)
@@ -90,9 +89,7 @@ def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerSha
 def check_layer(
     stored: Mapping[str, TensorEntry], family: AttentionStorage, shape: LayerShape, prefix: str
 ) -> None:
-    """Raises CheckpointError unless a layer has all its weights, as floats, of the sizes that ``shape``
-    says.
-    """
+    """Raise CheckpointError unless a layer has all its weights, as floats, in the sizes of ``shape``."""
     for disk, ours in family.weights:
         if f"{disk}.weight" not in stored and ours[0] in shape.rows:
             raise CheckpointError(f"{prefix}{disk}.weight: expected in every layer, and it is missing")
@@ -114,7 +111,7 @@ def check_layer(
 def _wanted(
     family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str
 ) -> tuple[int, ...]:
-    """The shape on disk of what these of our weights are in."""
+    """Return the expected shape on disk of a parameter that holds our weights ``ours``."""
     if ours[0] not in shape.rows:  # norms
         heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
         whole = {
@@ -133,11 +130,10 @@ def _wanted(
 def edit_config(
     config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape
 ) -> dict[str, object]:
-    """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to
-    run.
+    """Return ``config`` with the converter's ``fields`` and ``head_dim``, and without keys that name code.
 
-    Of a model that also sees, they go into its ``text_config``, if there is one. Fields that have a
-    ``model_type`` are those of another model, and all of its config.
+    For a vision-language model the fields go into its ``text_config``, if it has one. If the fields have a
+    ``model_type``, they are the complete config of another model and are returned unchanged.
     """
     if "model_type" in fields:
         return dict(fields)
@@ -151,17 +147,17 @@ def edit_config(
 
 
 def has_key_norms(model: CheckpointModel) -> bool:
-    """Whether some layer has a norm between its keys and their scores."""
+    """True if any layer normalizes its keys before computing scores."""
     return any("k_norm" in name for layer in model.layers.values() for name in layer.stored)
 
 
 def is_latent(config: Mapping[str, object]) -> bool:
-    """Whether the attention of ``config`` is latent (MLA)."""
+    """True if ``config`` describes latent attention (MLA)."""
     return config.get("kv_lora_rank") is not None
 
 
 def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
-    """Bytes that the cache keeps for one token in all layers of a model of ``config``, windows aside."""
+    """Return the cache bytes per token of a model with ``config``, over all layers, ignoring windows."""
     if is_own(config):
         return sum(layout_of(form, model).token_bytes for form in layers_of(config))
     if is_latent(config):
@@ -173,14 +169,14 @@ def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
 
 
 def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:
-    """What a layer of ``model`` that has become ``form`` stores of a token."""
+    """Return the cache layout of a layer of ``model`` that has been converted to ``form``."""
     if isinstance(form, GroupedForm):
         return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
     return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
 
 
 def _count(config: Mapping[str, object], key: str, absent: int | None, *, null: int | None = None) -> int:
-    """A count of ``config``: ``absent`` where it has none, and where that or the value is null, ``null``."""
+    """Return a count from ``config``: the default is ``absent``, and a null value is read as ``null``."""
     value = config.get(key, absent)
     value = null if value is None else value
     if type(value) is not int or not 1 <= value <= MAX_COUNT:

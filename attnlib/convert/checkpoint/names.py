@@ -1,4 +1,4 @@
-"""A layer's weights by their names on disk and by ours, after the table of families."""
+"""Map between a layer's weight names on disk and this library's names, by the table of model families."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,26 +12,24 @@ from .layer import LayerShape
 
 PARAMETERS = ("weight", "bias")
 TEXT = "text_config"
-BESIDE_TEXT = (
-    r"(?:(?:model\.)?language_model\.)?"  # before the names of a text model that is part of a larger one
-)
+BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # name prefix of a text model inside a larger model
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's attention on disk: what precedes its names, and the names of its tensors after that."""
+    """A layer's attention on disk: the common prefix of its tensor names, and the rest of each name."""
 
     prefix: str
     stored: tuple[str, ...]
 
 
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of config.json that describes the text model: of a model that also sees its ``text_config``.
+    """Return the text model's part of config.json: ``text_config`` of a vision-language model, else all.
 
-    Older files of Qwen 2 VL have no such part, and say there what it would.
+    Older Qwen 2 VL files have no ``text_config`` and store its fields at the top level.
 
     Raises:
-        CheckpointError: it is no object.
+        CheckpointError: ``text_config`` is not an object.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in SEEING:
@@ -39,16 +37,17 @@ def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     part = config.get(TEXT, config if kind.startswith("qwen2") else None)
     if not isinstance(part, Mapping):
         raise CheckpointError(f"config.json: {TEXT}: expected an object, got {str(part)[:80]}")
-    # Classes of their own read the text of all but these two, whatever name it has there.
+    # llava and mistral3 load any text model, by its own model_type. Each other class always loads the same
+    # text model, whatever model_type is given there.
     known = part.get("model_type") if kind in ("llava", "mistral3") and part is not config else None
     return {**part, "model_type": known or SEEING[kind]}
 
 
 def family_of(model_type: object) -> AttentionStorage:
-    """The family of config.json's ``model_type``, or of its text's.
+    """Return the weight layout of the model family for a ``model_type`` in config.json.
 
     Raises:
-        CheckpointError: none of the table; its attention may differ from all of these by more than its names.
+        CheckpointError: the model type is unknown; its attention may differ in more than names.
     """
     if isinstance(model_type, str) and model_type in STORED:
         return STORED[model_type]
@@ -57,12 +56,11 @@ def family_of(model_type: object) -> AttentionStorage:
 
 
 def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
-    """The attention of each layer, and the tensors inside an attention that the table does not know.
+    """Return the attention tensors of each layer, and the attention tensors with unknown names.
 
     Raises:
-        CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part, such as
-        the
-            scale of a packed weight.
+        CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part,
+            such as the scale of a packed weight.
     """
     pattern, found, unknown = re.compile(rf"{BESIDE_TEXT}{family.stem}{family.path}\."), {}, []
     for tensor in sorted(tensors):
@@ -85,7 +83,7 @@ def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[
 
 
 def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """A layer's tensors by their names on disk (prefix excluded) as weights by our names."""
+    """Return a layer's tensors under our names, from tensors under their names on disk without the prefix."""
     weights = {}
     for name, tensor in stored.items():
         disk, parameter = name.rsplit(".", 1)
@@ -99,10 +97,13 @@ def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerSh
 
 
 def join(family: AttentionStorage, weights: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """The inverse of :func:`split`. Weights that the family has no name for keep ours, and our orientation.
+    """Return a layer's tensors under their names on disk: the inverse of :func:`split`.
+
+    Weights without a name in the family retain our name and orientation.
 
     Raises:
-        CheckpointError: queries, keys and values that are fused head by head have different numbers of heads.
+        CheckpointError: the family fuses queries, keys and values head by head, and their head counts
+            differ.
     """
     left, stored = dict(weights), {}
     for disk, ours in family.weights:
@@ -110,15 +111,15 @@ def join(family: AttentionStorage, weights: Mapping[str, Tensor], shape: LayerSh
             names = [f"{part}.{parameter}" for part in ours]
             if all(name in left for name in names):
                 parts = [left.pop(name) for name in names]
-                _require_alike(family, parts, shape)
+                _require_equal_heads(family, parts, shape)
                 stored[f"{disk}.{parameter}"] = fused(family, parts, shape.heads).contiguous()
     return stored | left
 
 
-def _require_alike(family: AttentionStorage, parts: list[Tensor], shape: LayerShape) -> None:
+def _require_equal_heads(family: AttentionStorage, parts: list[Tensor], shape: LayerShape) -> None:
     heads = [len(part) // shape.head_dim for part in parts]
     if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(
-            f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind "
-            f"of model stores head by head, got {', '.join(map(str, heads))}"
+            f"layer {shape.index}: expected as many KV heads as query heads, since this model type stores "
+            f"them fused head by head, got {', '.join(map(str, heads))}"
         )

@@ -1,7 +1,7 @@
-"""What the result will hold, before any of it is written: every tensor, its shard, and the new config."""
+"""Plan the result before writing any of it: every tensor, its shard, and the new config."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from .names import join, split
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the result: what it is, and the layer it is converted with; None: copied as it is."""
+    """A tensor of the result; ``layer`` is the layer it is converted with, None for a copied tensor."""
 
     entry: TensorEntry
     layer: int | None = None
@@ -25,7 +25,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of the result: its first bytes, and its tensors in the order in which they follow."""
+    """A file of the result: its header bytes, followed by its tensors in order."""
 
     name: str
     header: bytes
@@ -38,28 +38,22 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All files of weights, ``index`` (None for one file alone) and ``config``."""
+    """All weight files, the ``index`` (None for a single file) and the ``config`` of the result."""
 
     shards: tuple[Shard, ...]
     index: dict[str, object] | None
     config: dict[str, object]
 
-    def with_layers(self, layers: Sequence[Mapping[str, object]] | None) -> "Plan":
-        """The same, whose config says of each layer what it became; None: there is nothing to say."""
-        return self if layers is None else replace(self, config=self.config | {"layers": list(layers)})
-
 
 def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:
-    """The weights of a layer as they are stored, by our names."""
+    """Return the stored weights of a layer under our names."""
     layer, tensors = model.layers[index], model.checkpoint.tensors
     stored = {name: tensors[layer.prefix + name].load() for name in layer.stored}
     return split(model.family, stored, replace(model.shape, index=index))
 
 
 class ConvertedLayers:
-    """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come
-    together.
-    """
+    """A model's layers, converted on demand. The last layer is retained, as its tensors are read in a row."""
 
     def __init__(self, model: CheckpointModel, convert_layer: LayerConverter):
         self.model = model
@@ -69,33 +63,40 @@ class ConvertedLayers:
         self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """The new tensors of a layer, by their full names."""
+        """Return the new tensors of a layer under their full names."""
         return self._converted(index)[2]
 
     def kind(self, index: int) -> tuple:
-        """What a layer's result depends on, its numbers aside: how it is stored, and what it shall become."""
+        """Return a key for the structure of a layer's result: how the source is stored, and its target form.
+
+        Layers with equal keys are expected to have results of the same names, dtypes and shapes.
+        """
         kinds = self.convert_layer.kinds if isinstance(self.convert_layer, ConverterByLayer) else None
         stored = ((name, entry.dtype, entry.shape) for name, entry in self.model.stored(index).items())
         return (None if kinds is None else kinds[index], *stored)
 
     def planned(self, name: str, output: Output) -> Tensor:
-        """One of these tensors; raises VerificationError unless it is what ``output`` says."""
+        """Return the tensor ``name``.
+
+        Raises:
+            VerificationError: the tensor differs from ``output`` in dtype or shape.
+        """
         tensor = self.tensors(output.layer).get(name)
         wanted = output.entry.dtype, output.entry.shape
         got = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if got != wanted:
             raise VerificationError(
-                f"{name}: expected {wanted}, as of a layer that was stored alike, got {got}"
+                f"{name}: expected {wanted}, as for an earlier layer of the same kind, got {got}"
             )
         return tensor
 
     def config(self, index: int) -> dict[str, object]:
-        """What the converter says for config.json."""
+        """Return the converter's fields for config.json."""
         return dict(self._converted(index)[1].config)
 
     def _converted(self, index: int):
         if self._last is None or self._last[0] != index:
-            self._last = None  # before the next layer takes its memory
+            self._last = None  # frees the last layer before the next one is allocated
             layer, family = self.model.layers[index], self.model.family
             shape = replace(self.model.shape, index=index)
             converted = self.convert_layer(weights_of(self.model, index), shape)
@@ -110,19 +111,19 @@ class ConvertedLayers:
 
 
 def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
-    """Plan the result. Of layers that come out alike only the first is converted now, to see what it is.
+    """Plan the result by converting one layer of each kind, see :meth:`ConvertedLayers.kind`.
 
     Raises:
-        CheckpointError: a converted tensor has the name of another one.
-        VerificationError: the converter's weights and its config contradict each other.
+        CheckpointError: a converted tensor has the same name as a copied one.
+        VerificationError: the converter's weights and config contradict each other.
     """
     model = layers.model
     seen, outputs, fields = {}, {}, None
     for index, layer in model.layers.items():
-        alike = layers.kind(index)
-        if alike not in seen:
+        key = layers.kind(index)
+        if key not in seen:
             made = layers.tensors(index).items()
-            seen[alike] = {
+            seen[key] = {
                 name.removeprefix(layer.prefix): TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in made
             }
             if fields is not None and layers.config(index) != fields:
@@ -130,7 +131,7 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
                     f"layer {index}: expected config {fields} as before, got {layers.config(index)}"
                 )
             fields = layers.config(index)
-        outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[alike].items()}
+        outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[key].items()}
     config = edit_config(model.checkpoint.config, fields, model.shape)
     if not is_latent(config) and not is_own(config):
         _check_result(layers, seen, config)
@@ -139,7 +140,7 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
         if name not in replaced:
             if name in outputs:
                 raise CheckpointError(
-                    f"{name!r}: expected no such tensor in the source, whose converted layers have one"
+                    f"{name!r}: expected only in the converted layers, got one in the source too"
                 )
             outputs[name] = Output(tensor.entry)
     return _sharded(
@@ -175,15 +176,13 @@ def _sharded(outputs: Mapping[str, Output], max_shard_size: int, config: dict) -
     for name, tensors in found.filename_to_tensors.items():
         wide_first = sorted(tensors, key=lambda tensor: -outputs[tensor].entry.dtype.itemsize)
         header, placed = make_header({tensor: outputs[tensor].entry for tensor in wide_first})
-        held = {tensor: replace(outputs[tensor], entry=entry) for tensor, entry in placed.items()}
-        shards.append(Shard(name, header, held))
+        placed_outputs = {tensor: replace(outputs[tensor], entry=entry) for tensor, entry in placed.items()}
+        shards.append(Shard(name, header, placed_outputs))
     index = {"metadata": found.metadata, "weight_map": found.tensor_to_filename} if found.is_sharded else None
     return Plan(tuple(shards), index, config)
 
 
 def _by_number(name: str) -> list:
-    """Sorts ``layers.2`` before ``layers.10``, so that a layer's tensors come together and layers in their
-    order.
-    """
+    """Return a sort key that puts ``layers.2`` before ``layers.10`` and groups the tensors of a layer."""
     parts = re.split(r"([0-9]+)", name)
     return [(len(digits := part.lstrip("0")), digits) if i % 2 else part for i, part in enumerate(parts)]

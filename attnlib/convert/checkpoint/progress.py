@@ -1,21 +1,20 @@
-"""The work folder of an unfinished conversion: what is done, so that another run can go on from there.
+"""The work folder of an unfinished conversion, from which a later run resumes.
 
-``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which in the end is renamed to
-the target. The identity stands for everything that decides a byte of the result. A target without
-``conversion_report.json`` was not made here, and a work folder is never complete.
+``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which is renamed to the target
+at the end. The identity is a hash of everything that affects the bytes of the result. A target without
+``conversion_report.json`` was not written by this tool, and a work folder is never a complete result.
 """
 
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from ...checkpoint_files.folder import SourceFile
 from ...checkpoint_files.plain_json import dump, parse_object
 from .errors import CheckpointError, RequestError
-from .verify import file_sha256
+from .verify import has_sha256
 from .writing import put_in_place, sync_folder, write_file
 
 PROGRESS, REPLACED = "progress.json", "replaced"
@@ -23,7 +22,7 @@ MAX_PROGRESS = 2**26  # bytes
 
 
 class WorkFolder:
-    """A work folder: the sha256 of finished ``shards``, and the errors and forms of their ``layers``."""
+    """A work folder: the sha256 of each finished shard, and the errors and forms of the converted layers."""
 
     def __init__(self, target: Path, identity: dict[str, object]):
         self.identity = identity
@@ -36,11 +35,10 @@ class WorkFolder:
         self.forms: dict[str, dict[str, object]] = {}
 
     def resume(self, names: Iterable[str]) -> None:
-        """Find out which shards of these ``names`` an earlier run finished; what cannot be believed is not
-        done.
+        """Find the shards in ``names`` that an earlier run finished, and verify their sha256.
 
         Raises:
-            RequestError: the folder is not this user's own; its contents may be anything.
+            RequestError: another user owns the folder, so its contents cannot be trusted.
         """
         if not is_left(self.folder):
             return
@@ -52,12 +50,11 @@ class WorkFolder:
             return
         self.layers, self.forms = done["layers"], done["forms"]
         for name in done["shards"].keys() & set(names):
-            with suppress(CheckpointError):
-                if file_sha256(self.checkpoint / name) == done["shards"][name]:
-                    self.shards[name] = done["shards"][name]
+            if has_sha256(self.checkpoint / name, done["shards"][name]):
+                self.shards[name] = done["shards"][name]
 
     def begin(self) -> None:
-        """Make the folder. Of an earlier run only finished shards stay."""
+        """Create the folder, and remove all files of an earlier run except finished shards."""
         self.checkpoint.mkdir(parents=True, exist_ok=True)
         for path in self.checkpoint.iterdir():
             if path.name not in self.shards:
@@ -66,32 +63,32 @@ class WorkFolder:
         self.save()
 
     def save(self) -> None:
-        """Write down what is done."""
+        """Write ``progress.json``."""
         done = {"identity": self.identity, "shards": self.shards, "layers": self.layers, "forms": self.forms}
         write_file(self.folder, PROGRESS, dump(done))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop shards that are not what was written."""
+        """Drop shards that failed verification."""
         for name in names:
             del self.shards[name]
         self.save()
 
     def finish(self) -> None:
-        """Put the result in place, and whatever it replaces out of the way."""
+        """Move the result into place, replacing an earlier one, and remove the work folder."""
         put_in_place(self.checkpoint, self.target, self.folder / REPLACED)
         remove(self.folder)
 
     def abandon(self) -> None:
-        """Remove the folder after a failure, unless what the result was to replace is in it still."""
+        """Remove the folder after a failure, unless the result to be replaced is still in it."""
         if self.folder.exists() and not (self.folder / REPLACED).exists():
             remove(self.folder)
 
 
 def is_left(folder: Path) -> bool:
-    """Whether an earlier run left this folder.
+    """True if an earlier run left this folder.
 
     Raises:
-        RequestError: it is not this user's own; its contents may be anything.
+        RequestError: another user owns the folder, so its contents cannot be trusted.
     """
     if not os.path.lexists(folder):
         return False
@@ -101,7 +98,7 @@ def is_left(folder: Path) -> bool:
 
 
 def remove_leftovers(target: Path) -> list[Path]:
-    """Remove work folders whose result is in place already; returns those that are unfinished."""
+    """Remove work folders whose result is already in place, and return the unfinished ones."""
     unfinished = []
     for folder in sorted(target.parent.iterdir()):
         if (
@@ -118,7 +115,7 @@ def remove_leftovers(target: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; links are not followed."""
+    """Remove a file, or a folder and its contents, without following links."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

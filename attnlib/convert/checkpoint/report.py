@@ -1,13 +1,12 @@
-"""conversion_report.json: what was converted from what, what it saves, what it lost, and whether it was
-checked.
+"""Build conversion_report.json: source and settings, memory saved, errors, and the result of the check.
 
-The same request gives the same bytes: there is no time, no duration and no path in it.
+The same request gives the same bytes: the report has no times, durations or paths.
 """
 
 import math
 from collections.abc import Mapping
 
-from ...models.own_form import base_of, is_own
+from ...models.own_form import split_config
 from .model import CheckpointModel, token_bytes
 from .names import TEXT
 from .plan import Plan
@@ -25,15 +24,16 @@ def make_report(
     outputs: Mapping[str, str],
     checked: Mapping[str, object],
 ) -> dict[str, object]:
-    """The report as a JSON object.
+    """Return the report as a JSON object.
 
-    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``nonfinite``
-    the tensors that are not finite, ``outputs`` the sha256 of every file written, ``checked`` the result of
-    the caller's check.
+    - ``identity``: the request and the sha256 of every input
+    - ``layers``: the errors of each layer
+    - ``nonfinite``: the tensors that are not finite
+    - ``outputs``: the sha256 of every written file
+    - ``checked``: the result of the caller's check
     """
-    source, result = model.checkpoint.config, plan.config
-    of_layers = {"layers": result["layers"]} if is_own(result) else {}
-    result = base_of(result) if is_own(result) else result
+    source = model.checkpoint.config
+    result, of_layers = split_config(plan.config)
     return {
         **identity,
         "outputs": dict(outputs),
@@ -53,7 +53,7 @@ def make_report(
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
-    """The keys of ``after`` that are new or another value, of the part that describes the text also."""
+    """Return the keys of ``after`` with new values; ``text_config`` is compared key by key."""
     changed = {key: x for key, x in after.items() if key not in before or before[key] != x}
     old, new = before.get(TEXT), changed.get(TEXT)
     return changed | (
@@ -62,5 +62,5 @@ def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[
 
 
 def plain_errors(errors: Mapping[str, float]) -> dict[str, float | None]:
-    """Errors as JSON has them: None for what is not finite."""
+    """Return errors for JSON, with None for values that are not finite."""
     return {name: float(value) if math.isfinite(value) else None for name, value in errors.items()}

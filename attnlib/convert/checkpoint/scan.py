@@ -1,6 +1,4 @@
-"""One pass over the source before anything is written: a sha256 of every file, and every tensor that is not
-finite.
-"""
+"""One pass over the source before writing: hash every file and find tensors that are not finite."""
 
 import hashlib
 from collections import Counter
@@ -18,9 +16,10 @@ from .at_once import read_at_once
 def scan(
     checkpoint: Checkpoint, advance: Callable[[int], object]
 ) -> tuple[dict[str, dict[str, int | str]], dict[str, dict[str, int]]]:
-    """Size and sha256 by file, and counts of ``nan`` and ``inf`` by tensor, of those that have any.
+    """Return size and sha256 by file, and the ``nan`` and ``inf`` counts of each tensor that has any.
 
-    ``advance`` is told of the bytes that were read, and ``checkpoint`` of each sha256.
+    ``advance`` is called with the number of bytes after each read. The hashes are stored in
+    ``checkpoint.hashes``.
     """
     read = read_at_once(partial(_read, checkpoint), checkpoint.files, advance)
     inputs, nonfinite = {}, {}
@@ -34,7 +33,7 @@ def scan(
 def _read(
     checkpoint: Checkpoint, file: SourceFile, advance: Callable[[int], object]
 ) -> tuple[str, dict[str, dict[str, int]]]:
-    """A file's sha256, and its counts by tensor."""
+    """Return a file's sha256 and the counts of non-finite values by tensor."""
     digest, buffer, nonfinite = hashlib.sha256(), buffer_for(file.size), {}
     with ThreadPoolExecutor(1) as hashing:
         for name, start, end, dtype in _stretches(checkpoint, file):
@@ -51,7 +50,7 @@ def _read(
 def _stretches(
     checkpoint: Checkpoint, file: SourceFile
 ) -> Iterator[tuple[str | None, int, int, torch.dtype]]:
-    """A file from its start to its end: what precedes tensors, without a name, and each tensor."""
+    """Yield the byte ranges of a file in order: each tensor, and gaps between tensors with None as name."""
     position = 0
     for name, tensor in checkpoint.tensors.items():
         if tensor.file is file:

@@ -1,4 +1,4 @@
-"""The rope that a Hugging Face config.json describes, in the form of transformers 5 or an older one."""
+"""Read the rope from a Hugging Face config.json, in the form of transformers 5 or earlier."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,28 +12,27 @@ from .model import shape_of
 from .names import family_of, text_of
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-RENAMED = MappingProxyType(
-    {"su": "longrope", "mrope": "default"}
-)  # of Phi 3's first files; of positions in images, one for each token
+# "su" occurs in the first Phi 3 files. "mrope" has several positions per image patch, but one per text token.
+RENAMED = MappingProxyType({"su": "longrope", "mrope": "default"})
 WINDOW, FULL = "sliding_attention", "full_attention"
-OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # and of all others:
+OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # KEYS in all other families
 KEYS = ("rope_theta", "partial_rotary_factor")
-LOCAL = "rope_local_base_freq"  # theta of layers with a window
+LOCAL = "rope_local_base_freq"  # theta of sliding-window layers
 
 
 def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | None:
-    """The rope of layer ``index`` of ``config``; None for learned positions, and for a layer without any.
+    """Return the rope of layer ``index`` of ``config``; None for learned positions or a layer without rope.
 
-    Without ``index`` it is that of the first layer that has one. Which channels are pairs is the same in all
-    layers; how fast they turn may differ between layers with and without a window.
+    Without ``index``, return the rope of the first layer that has one. All layers pair their channels the
+    same way, but frequencies may differ between layers with and without a window.
 
-    It is in ``rope_parameters`` or, in older files, in ``rope_scaling`` with ``rope_theta`` beside it; where
-    a file has both forms, what transformers reads counts. ``partial_rotary_factor`` turns the first part of
-    each head only.
+    The rope is stored in ``rope_parameters`` or, in older files, in ``rope_scaling`` and ``rope_theta``. If a
+    file has both, this function reads the one that transformers reads. With ``partial_rotary_factor`` only
+    the first channels of each head are rotated.
 
     Raises:
-        CheckpointError: an unknown kind of rope, a kind of layer without one, or a number that is missing or
-            impossible; or a model or a size that :func:`shape_of` refuses.
+        CheckpointError: the rope type is unknown, a layer type has no rope, or a number is missing or
+            impossible; or :func:`shape_of` refuses the model or a size.
     """
     config = text_of(config)
     family = family_of(config.get("model_type"))
@@ -50,14 +49,13 @@ def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | No
 
 
 def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window: bool) -> Rope:
-    """The rope of layers with a window, or of those without."""
+    """Return the rope of the layers with a window, or of those without one."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = _fields(config, family, key, has_window=has_window)
-    kind = fields["rope_type"]
     share = fields["partial_rotary_factor"]
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise CheckpointError(
-            f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}"
+            f"{CONFIG}: partial_rotary_factor: expected a share above 0 and up to 1, got {str(share)[:80]}"
         )
     try:
         dim = int(shape_of(config, family).head_dim * share)
@@ -65,7 +63,7 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
         return Rope(dim, fields["rope_theta"], scaling, interleaved=family.rope == "interleaved")
     except KeyError as error:
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing"
+            f"{CONFIG}: {key}: expected {error.args[0]} with {fields['rope_type']!r}, and it is missing"
         ) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
@@ -76,9 +74,7 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
 def _fields(
     config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool
 ) -> dict[str, object]:
-    """What ``config`` says of the rope, with what is beside it and what transformers takes where nothing
-    is.
-    """
+    """Return the rope fields in ``config``, with the defaults of transformers for missing ones."""
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(given)[:80]}")
@@ -88,7 +84,7 @@ def _fields(
         names, theta = ((LOCAL, KEYS[1]), family.window_theta) if has_window else (names, theta)
     elif any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected one for all layers, got one rope for each kind of layer"
+            f"{CONFIG}: {key}: expected one rope for all layers, got one for each layer type"
         )
     fields = {"rope_theta": theta, "partial_rotary_factor": family.share}
     fields |= {
@@ -108,19 +104,22 @@ def _fields(
 
 
 def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Mapping[str, object]:
-    """What is said of layers with a window, or of those without; older files scale the latter alone."""
+    """Return the rope fields of layers with a sliding window, or of those without one.
+
+    Older files scale only the layers without a window.
+    """
     if key == "rope_scaling":
         return {} if has_window else given
     kinds = {kind: value or {} for kind, value in given.items()}
     if any(not isinstance(value, Mapping) for value in kinds.values()):
         raise CheckpointError(
-            f"{CONFIG}: {key}: expected one rope for each kind of layer, got {str(given)[:80]}"
+            f"{CONFIG}: {key}: expected one rope for each layer type, got {str(given)[:80]}"
         )
     return kinds.get(WINDOW if has_window else FULL, {})
 
 
 def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int) -> bool:
-    """Whether the layer has a rope."""
+    """True if the layer has a rope."""
     if family.rope_layers is None:
         return True
     if family.rope_layers == "layer_types":
@@ -132,7 +131,7 @@ def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int)
 
 
 def _has_window(config: Mapping[str, object], index: int) -> bool:
-    """Whether the layer sees a window only, as far as ropes differ by that."""
+    """True if the layer has a sliding window, for the families whose rope depends on it."""
     listed = config.get("layer_types")
     if listed is not None:
         return _entry(listed, index, "layer_types") == WINDOW

@@ -1,6 +1,4 @@
-"""Files that are whole or absent, whatever stops the process or the machine: written aside, synced, then
-renamed.
-"""
+"""Atomic file writes: each file is written under a temporary name, synced, then renamed."""
 
 import errno
 import fcntl
@@ -15,20 +13,18 @@ from pathlib import Path
 
 from .errors import NoSpaceError, OutputError, RequestError
 
-MARGIN = (
-    1.05  # times what will be written, and the largest file once more: file systems need some for themselves
-)
+MARGIN = 1.05  # free space to require, relative to the bytes to write: file systems need some themselves
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NewFile:
-    """A file being written; ``sha256`` of what it holds so far."""
+    """A file being written, and the ``sha256`` of its contents so far."""
 
     def __init__(self, descriptor: int, hashing: Executor):
         self._descriptor, self._hashing, self._hash = descriptor, hashing, hashlib.sha256()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of ``data``, which may change when this has returned."""
+        """Append all of ``data``; the caller may change ``data`` after the call."""
         view = memoryview(data)
         hashed = self._hashing.submit(self._hash.update, view)
         while view:
@@ -42,20 +38,17 @@ class NewFile:
 
 @contextmanager
 def new_file(folder: Path, name: str) -> Iterator[NewFile]:
-    """Write ``folder / name``: it appears, complete and synced, when the block ends well, and otherwise
-    never.
-    """
+    """Create ``folder / name``, which appears, complete and synced, only if the block succeeds."""
     temporary = folder / f".{name}.tmp"
     with suppress(FileNotFoundError):
-        os.unlink(temporary)  # of a run that was killed
+        os.unlink(temporary)  # left by a run that was killed
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
     )
     try:
         try:
-            with ThreadPoolExecutor(
-                1
-            ) as hashing:  # hashing takes as long as writing, and both let others run
+            # Hashing takes as long as writing, and both release the GIL.
+            with ThreadPoolExecutor(1) as hashing:
                 yield NewFile(descriptor, hashing)
             os.fsync(descriptor)
         finally:
@@ -69,13 +62,13 @@ def new_file(folder: Path, name: str) -> Iterator[NewFile]:
 
 
 def write_file(folder: Path, name: str, data: bytes) -> None:
-    """Write ``data`` as ``folder / name``, as :func:`new_file` does."""
+    """Write ``data`` to ``folder / name`` atomically, see :func:`new_file`."""
     with new_file(folder, name) as file:
         file.write(data)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` last."""
+    """Sync the directory entries of ``folder`` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -84,9 +77,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(new: Path, target: Path, aside: Path) -> None:
-    """Rename the folder ``new``, which is synced, to ``target``.
+    """Rename the synced folder ``new`` to ``target``.
 
-    What is there goes ``aside`` first, and comes back if the renaming fails.
+    An existing target is moved to ``aside`` first, and moved back if the rename fails.
     """
     moved = target.exists() and any(target.iterdir())
     if moved:
@@ -101,26 +94,26 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
 
 def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
-    """Raises NoSpaceError unless the file system of ``folder`` can take ``files`` files of ``planned`` bytes
-    in all.
+    """Raise NoSpaceError unless the file system of ``folder`` has space for ``files`` more files.
+
+    They take ``planned`` bytes in total; one more file of ``largest`` bytes must fit as well.
     """
     needed, free = int(MARGIN * planned) + largest, shutil.disk_usage(folder).free
     if free < needed:
         raise NoSpaceError(
-            f"{folder}: expected {needed:,} bytes free, got {free:,}; make room and run it again"
+            f"{folder}: expected {needed:,} bytes free, got {free:,}; free some space and run it again"
         )
     status = os.statvfs(folder)
-    if (
-        status.f_files and status.f_favail < files
-    ):  # some file systems have no fixed number of files, and say 0
+    # File systems without a fixed number of inodes report 0.
+    if status.f_files and status.f_favail < files:
         raise NoSpaceError(
-            f"{folder}: expected room for {files} more files, got {status.f_favail}; make room"
+            f"{folder}: expected free inodes for {files} more files, got {status.f_favail}; delete files"
         )
 
 
 @contextmanager
 def clean_errors(advice: str) -> Iterator[None]:
-    """Turn what the system says of a failed write into this package's errors, each with ``advice``."""
+    """Turn an OSError of a failed write into OutputError or NoSpaceError, and add ``advice`` to it."""
     try:
         yield
     except OutputError:
@@ -132,13 +125,11 @@ def clean_errors(advice: str) -> Iterator[None]:
 
 @contextmanager
 def sigterm_waits() -> Iterator[None]:
-    """A SIGTERM that comes inside the block takes effect at its end; where signals cannot be caught, at
-    once.
-    """
+    """Delay a SIGTERM to the end of the block. Outside the main thread, SIGTERM acts immediately."""
     received = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    except ValueError:  # not the main thread
+    except ValueError:  # raised outside the main thread
         yield
         return
     try:
@@ -151,11 +142,12 @@ def sigterm_waits() -> Iterator[None]:
 
 @contextmanager
 def only_one(target: Path) -> Iterator[None]:
-    """Hold the lock of a target: two runs that write the same one would undo each other. It ends with the
-    process.
+    """Hold the lock of ``target`` inside the block, so that no second run writes there.
+
+    The operating system releases the lock when the process ends.
 
     Raises:
-        RequestError: somebody else holds it.
+        RequestError: another process holds the lock.
     """
     path = f"{target}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -165,9 +157,9 @@ def only_one(target: Path) -> Iterator[None]:
             mine = os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor))
         except BlockingIOError:
             mine = False
-        if not mine:  # held, or removed by its holder between our opening and locking it
+        if not mine:  # held by another run, or deleted by it between our open and lock
             raise RequestError(
-                f"{target}: expected to be alone, and another run writes there; wait for its end"
+                f"{target}: expected no other run, and another run writes there; wait until it ends"
             )
         try:
             yield

@@ -1,1 +1,1 @@
-"""Checkpoints in attnlib's own form, each of whose layers may be of a size of its own."""
+"""Converters to attnlib's own checkpoint form, in which each layer may have its own size."""

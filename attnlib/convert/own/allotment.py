@@ -1,4 +1,4 @@
-"""One cache for all layers: how much of it each should get, so that what all of them lose is least."""
+"""Divide one cache budget between the layers of a model so that the total loss is minimal."""
 
 from collections.abc import Mapping, Sequence
 from math import gcd
@@ -7,26 +7,24 @@ import torch
 
 
 def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
-    """The size of each layer, of those that it has ``losses`` for, with the least sum that fits into
-    ``total``.
+    """Choose a size for each layer from the keys of ``losses`` so that the sum of losses is minimal.
 
-    Exact, by dynamic programming over what is left (the multiple-choice knapsack). Of equal sums the one is
-    taken whose last layers are smallest.
+    The sizes sum to at most ``total``. The result is exact: dynamic programming over the remaining budget
+    (the multiple-choice knapsack problem). Ties are broken in favor of smaller last layers.
 
     Raises:
-        ValueError: the smallest sizes are too large together.
+        ValueError: even the smallest sizes exceed ``total``.
 
     >>> allot([{1: 5.0, 2: 0.0}, {1: 1.0, 2: 0.5}], 3)
     [2, 1]
     """
     least = sum(min(options) for options in losses)
     if least > total:
-        raise ValueError(f"expected at least {least}, the least that these layers take, got {total}")
+        raise ValueError(f"total: expected at least {least}, the sum of the smallest sizes, got {total}")
     unit = gcd(*(size for options in losses for size in options))
     room = total // unit
-    best = torch.zeros(
-        room + 1, dtype=torch.float64
-    )  # the least loss of the layers so far, by what they may take
+    # best[n] is the least loss of the layers so far within a budget of n units.
+    best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options in losses:
         sizes = sorted(options)

@@ -1,18 +1,18 @@
-"""Layers of fewer KV heads, in attnlib's own form."""
+"""Converters to layers with fewer KV heads, in attnlib's own form."""
 
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ...models.own_form import GroupedForm
-from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..heads.converter import grouped
 from ..heads.grouping import neighbours
 from .kind import Kind, Measured
 
 
 class GroupedKind(Kind):
-    """Layers of fewer KV heads, whose number is their size; ``options`` are those of :func:`grouped`."""
+    """Layers with fewer KV heads; the size is the KV-head count, and :func:`grouped` takes the options."""
 
     def sizes(self, index: int) -> list[int]:
         heads = self.model.shape.kv_heads
@@ -32,9 +32,6 @@ class GroupedKind(Kind):
         return Measured(losses, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        made = self._converter(size)(weights, shape)
-        return ConvertedLayer(made.weights, errors=made.errors, form=self.form(shape.index, size))
-
-    def _converter(self, size: int) -> LayerConverter:
         known = {"calibrations": self.calibrations, "device": self.device}
-        return grouped(self.model.config, size, **known, **self.options)
+        made = grouped(self.model.config, size, **known, **self.options)(weights, shape)
+        return ConvertedLayer(made.weights, errors=made.errors, form=self.form(shape.index, size))

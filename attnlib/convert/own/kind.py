@@ -1,6 +1,4 @@
-"""A kind of layers that attnlib's own form can hold: the sizes each may have, what they lose, and who makes
-them.
-"""
+"""Base class for the layer types that attnlib's own form supports: possible sizes, losses and converters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +9,18 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files.config import without_code
-from ...models.own_form import INNER, LayerForm, own_config
+from ...models.own_form import LayerForm, own_config, stored_name
 from ..calibration import Calibration
 from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
 from ..checkpoint.model import CheckpointModel, layout_of
 
 Calibrations = Callable[[int], Calibration]
-Advance = Callable[[], object]
 
 
 class Measured(NamedTuple):
-    """What a layer loses at each size that it may have, and the layers that were asked for, by their size.
+    """A layer's loss at each possible size, and the converted layers of the requested sizes.
 
-    A loss is the share that scores miss of their mean square, plus that of outputs.
+    A loss is the relative squared error of the scores plus that of the outputs.
     """
 
     losses: dict[int, float]
@@ -32,7 +29,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind(ABC):
-    """Layers of ``model`` as one kind of layers; ``options`` are those of the functions that make them."""
+    """Converts the layers of ``model`` to one layer type; ``options`` are those of its functions."""
 
     model: CheckpointModel
     calibrations: Calibrations | None
@@ -41,37 +38,40 @@ class Kind(ABC):
 
     @abstractmethod
     def sizes(self, index: int) -> list[int]:
-        """The sizes that a layer may have, from small to large."""
+        """Return the possible sizes of a layer in ascending order."""
 
     @abstractmethod
     def form(self, index: int, size: int) -> LayerForm:
-        """What a layer of this size is, but for the pairs that its rope chooses.
+        """Return the form of a layer of this size, with placeholders for the rope pairs.
+
+        The conversion chooses the rope pairs.
 
         Raises:
-            ValueError: no layer has such a size.
+            ValueError: the size is impossible for this layer.
         """
 
     @abstractmethod
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
-        """What a layer loses, and layers of these ``sizes``, from the weights of one: it is decomposed
-        once.
+        """Return the losses at all sizes, and converted layers of ``sizes``.
+
+        The weights are decomposed only once for all of them.
         """
 
     @abstractmethod
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        """A layer of this size from the weights of one, both by our names."""
+        """Return a layer of this size converted from ``weights``; both have our parameter names."""
 
     def token_bytes(self, index: int, size: int) -> int:
-        """Bytes that a layer of this size stores of a token."""
+        """Return the cache bytes per token of a layer of this size."""
         return layout_of(self.form(index, size), self.model).token_bytes
 
     def converter(self, sizes: Sequence[int]) -> ConverterByLayer:
-        """What makes layers of these sizes, for a checkpoint in attnlib's own form."""
+        """Return a converter to layers of these sizes, for a checkpoint in attnlib's own form."""
         config = own_config(without_code(self.model.checkpoint.config))
 
         def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
             made = self.made(weights, shape, sizes[shape.index])
-            named = {f"{INNER}{name}": value for name, value in made.weights.items()}
+            named = {stored_name(name): value for name, value in made.weights.items()}
             return ConvertedLayer(named, config, made.errors, made.form)
 
         return ConverterByLayer(convert_layer, tuple(map(self.form, self.model.layers, sizes)))

@@ -1,5 +1,6 @@
-"""Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot
-say.
+"""Converters to latent layers in attnlib's own form.
+
+Unlike DeepSeek's config, this form supports windows, biases and any rope.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...models.own_form import LatentForm
+from ...models.own_form import LatentForm, biases_in
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.source_rope import rope_of
@@ -31,27 +32,29 @@ from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import Spectrum
 from .kind import Kind, Measured
 
-ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
-STEP = 16  # between ranks that are weighed against each other
+ROPE_DIM = 64  # default number of rotary channels; fewer if the source has fewer
+STEP = 16  # distance between the candidate ranks
 
 
-class _Read(NamedTuple):
-    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer
-    turns lose.
+class _Decomposed(NamedTuple):
+    """A layer decomposed for truncation to any rank.
+
+    ``whole`` is the latent of full rank, ``seen`` the inputs, ``cost`` and ``queries`` weigh errors of the
+    latent and of the queries, and ``rotation_loss`` is the share of scores lost by rotating fewer channels.
     """
 
     whole: Latent
     seen: Attended
     cost: Cost
     queries: QueryCost
-    turned: float
+    rotation_loss: float
 
 
 class LatentKind(Kind):
-    """Layers over latents, whose rank is their size.
+    """Latent layers (MLA); the size is the rank.
 
-    ``options`` are ``rope_dim`` (None: a usual one), ``q_rank`` of queries (None: they have no latent) and
-    ``reach``.
+    ``options`` are ``rope_dim`` (None for the default), ``q_rank``, the rank of queries (None for queries
+    without a latent), and ``reach``.
     """
 
     def sizes(self, index: int) -> list[int]:
@@ -72,55 +75,54 @@ class LatentKind(Kind):
         )
         return LatentForm(
             kv_lora_rank=size,
-            qk_nope_head_dim=self._still(index),
+            qk_nope_head_dim=self._unrotated(index),
             qk_rope_head_dim=rope_dim,
             v_head_dim=shape.head_dim,
-            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # which ones, only the layer tells
+            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders until conversion
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
         )
 
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
-        read = self._read(weights, shape)
-        spectrum = Spectrum.of(read.whole, read.seen, read.cost)
-        lost = spectrum.lost.tolist()
-        layers = {size: self._layer(read, spectrum, weights, shape, size) for size in sizes}
-        return Measured({size: lost[size] for size in self.sizes(shape.index)}, layers)
+        layer = self._decomposed(weights, shape)
+        spectrum = Spectrum.of(layer.whole, layer.seen, layer.cost)
+        squares = spectrum.lost.tolist()
+        layers = {size: self._layer(layer, spectrum, weights, shape, size) for size in sizes}
+        return Measured({size: squares[size] for size in self.sizes(shape.index)}, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        read = self._read(weights, shape)
-        is_whole = size == len(read.whole.down)
-        spectrum = None if is_whole else Spectrum.of(read.whole, read.seen, read.cost)
-        return self._layer(read, spectrum, weights, shape, size)
+        layer = self._decomposed(weights, shape)
+        is_whole = size == len(layer.whole.down)
+        spectrum = None if is_whole else Spectrum.of(layer.whole, layer.seen, layer.cost)
+        return self._layer(layer, spectrum, weights, shape, size)
 
     def _layer(
         self,
-        read: _Read,
+        layer: _Decomposed,
         spectrum: Spectrum | None,
         weights: Mapping[str, Tensor],
         shape: LayerShape,
         size: int,
     ) -> ConvertedLayer:
-        """The layer of this size; the whole one needs no spectrum."""
-        latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
-        keys, values = read.cost.shares(read.whole, latent, read.seen)
-        lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
-        errors = {name: share**0.5 for name, share in lost.items()}
+        """Return the layer of this size; full rank needs no spectrum."""
+        latent = layer.whole if size == len(layer.whole.down) else spectrum.cut(layer.whole, size)
+        keys, values = layer.cost.shares(layer.whole, latent, layer.seen)
+        squares = {"key_error": keys, "value_error": values, "rope_error": layer.rotation_loss}
+        errors = {name: share**0.5 for name, share in squares.items()}
         if self.options["q_rank"] is not None:
             latent, errors["query_error"] = with_low_rank_queries(
-                latent, self.options["q_rank"], read.queries
+                latent, self.options["q_rank"], layer.queries
             )
         stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
-            bias="kv_a_proj_with_mqa.bias" in state,
-            query_bias="q_proj.bias" in state or "q_b_proj.bias" in state,
+            **biases_in(state),
         )
         return ConvertedLayer(state, errors=errors | {"rounding": rounding}, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Read:
+    def _decomposed(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Decomposed:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
@@ -128,37 +130,45 @@ class LatentKind(Kind):
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
-        if self._rope_dim(shape.index) < self._rotary(shape.index):  # else no pair is mixed, and bits stay
+        # With all rotary channels no pairs are mixed, and even_queries would change bits for nothing.
+        if self._rope_dim(shape.index) < self._rotary(shape.index):
             heads = even_queries(heads, calibration)
-        whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
-        whole = _widened(whole, self._still(shape.index))
+        whole, rotation_loss = whole_latent(
+            heads, self._rope_dim(shape.index) or None, calibration, reach=reach
+        )
+        whole = _padded(whole, self._unrotated(shape.index))
         cost = Cost.of(whole, heads, calibration, seen, reach=reach)
-        return _Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
+        return _Decomposed(
+            whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), rotation_loss
+        )
 
     def _rotary(self, index: int) -> int:
-        """The rotary channels of all KV heads."""
+        """Return the number of rotary channels of all KV heads together."""
         rope = rope_of(self.model.config, index)
         return 0 if rope is None else rope.dim * self.model.shape.kv_heads
 
     def _rope_dim(self, index: int) -> int:
-        """As many of them as are asked for; a layer that has none keeps none."""
+        """Return the requested number of rotary channels or the default; 0 for a layer without rope."""
         rotary, asked = self._rotary(index), self.options["rope_dim"]
         return min(ROPE_DIM, rotary) if asked is None or not rotary else asked
 
     def _whole(self, index: int) -> int:
-        """The rank of the whole latent."""
+        """Return the rank of the full latent."""
         return 2 * self.model.shape.kv_heads * self.model.shape.head_dim - self._rope_dim(index)
 
-    def _still(self, index: int) -> int:
-        """The channels of a query that do not turn: all of a head, where some pairs turn no more."""
+    def _unrotated(self, index: int) -> int:
+        """Return the number of unrotated channels of a query.
+
+        That is the whole head if some pairs are no longer rotated.
+        """
         shape, rotary = self.model.shape, self._rotary(index)
         if self._rope_dim(index) < rotary:
             return shape.head_dim
         return max(1, shape.head_dim - rotary // shape.kv_heads)
 
 
-def _widened(latent: Latent, width: int) -> Latent:
-    """The same with so many channels that do not turn; those that are added are 0."""
+def _padded(latent: Latent, width: int) -> Latent:
+    """Pad the latent with zero channels to ``width`` unrotated channels."""
     more = width - latent.to_nope.shape[1]
     return replace(
         latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more))

@@ -1,10 +1,9 @@
-"""What layers lose when they are smaller, and how much that matters to what a model says: of each layer
-alone.
-"""
+"""Measure what each layer loses at smaller sizes, and the effect on the model if only that layer shrinks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,23 +16,23 @@ from ..checkpoint.layer import ConvertedLayer
 from ..checkpoint.plan import weights_of
 from ..stock import read_config
 from ..text.freed import give_back
-from ..text.layers import TextLayers
+from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
 from .kind import Kind, Measured
 
-TOKENS = 512  # of a text; fewer where what is kept of them would take more than ROOM
+TOKENS = 512  # tokens of the text to run; fewer if their hidden states would exceed ROOM
 ROOM = 2**30  # bytes
-WORDS, PLACES = 8192, 128  # logits that are in memory at once
+WORDS, PLACES = 8192, 128  # vocabulary and positions of the logits in memory at once
 
 States = list[Tensor]  # hidden states [1, length, m] of each window
-BySize = list[dict[int, float]]  # of each layer
+BySize = list[dict[int, float]]  # one dict for each layer, from size to value
 
 
 class Found(NamedTuple):
-    """``losses`` of each layer at every size that it may have, as its kind measures them; and ``nats``.
+    """Measured ``losses`` of each layer at every possible size, and their cost to the model in ``nats``.
 
-    These are the KL divergence, in nats a token, of the model in which one layer alone has the size; None: no
-    text.
+    ``nats`` is the KL divergence, in nats per token, of a model in which only that layer has the size; None
+    if there was no text to run.
     """
 
     losses: BySize
@@ -41,7 +40,7 @@ class Found(NamedTuple):
 
 
 def losses_alone(kind: Kind, advance: Callable[[], object] = lambda: None) -> Found:
-    """What layers lose, where no text tells how much that matters. ``advance`` is told of each layer."""
+    """Measure the loss of each layer without a text; ``advance`` is called after each layer."""
     losses = []
     for index in kind.model.layers:
         losses.append(_measured(kind, index, ()).losses)
@@ -53,15 +52,15 @@ def losses_alone(kind: Kind, advance: Callable[[], object] = lambda: None) -> Fo
 def found_on(
     kind: Kind, sizes: Sequence[Sequence[int]], tokens: Tensor, advance: Callable[[], object] = lambda: None
 ) -> Found:
-    """What layers lose, and the nats that it costs when one layer alone has each of its ``sizes``.
+    """Measure the loss of each layer, and the KL divergence if only that layer has one of its ``sizes``.
 
-    ``tokens`` ``[samples, length]`` are a text, of which some are read. All these models are run side by
-    side, one layer at a time: each leaves the source's path at its own layer, and goes the source's way from
-    there. ``advance`` is told of each layer.
+    ``tokens`` ``[samples, length]`` is a text, which is run in part. All these models run side by side, one
+    layer at a time: each branches off the source model at its own layer and continues with the source's
+    layers. ``advance`` is called after each layer.
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
-    read = _some(tokens, 4 * model.shape.width * sum(map(len, sizes)))
+    read = _first_tokens(tokens, 4 * model.shape.width * sum(map(len, sizes)))
     path, apart, losses = layers.embedded(read), [], []
     for index in model.layers:
         measured = _measured(kind, index, sizes[index])
@@ -69,13 +68,15 @@ def found_on(
         with layers.layer(index) as layer, side_by_side(device) as workers, torch.no_grad():
             for branches in apart:
                 for size, states in branches.items():
-                    branches[size] = _moved(layer, states, workers.map)
+                    branches[size] = _run_layer(layer, states, workers.map)
             apart.append({})
             for size, made in measured.layers.items():
-                with _attending(layer.layer, model.family.attention, _attention(kind, config, index, made)):
-                    apart[-1][size] = _moved(layer, path, workers.map)
-            path = _moved(layer, path, workers.map)
-        del measured  # before the next layer takes its memory
+                with _replaced_attention(
+                    layer.layer, model.family.attention, _attention(kind, config, index, made)
+                ):
+                    apart[-1][size] = _run_layer(layer, path, workers.map)
+            path = _run_layer(layer, path, workers.map)
+        del measured  # frees memory for the next layer
         give_back()
         advance()
     return Found(losses, _nats(_head(kind), layers.load_norm(), path, apart))
@@ -85,26 +86,20 @@ def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
     return kind.measured(weights_of(kind.model, index), replace(kind.model.shape, index=index), sizes)
 
 
-def _some(tokens: Tensor, token_bytes: int) -> Tensor:
-    """The first windows of a text, or the beginning of one, that are not more than can be kept."""
+def _first_tokens(tokens: Tensor, token_bytes: int) -> Tensor:
+    """Return the tokens that fit into ROOM: the first windows, or the start of the first window."""
     count = max(1, min(TOKENS, ROOM // token_bytes))
     length = min(tokens.shape[1], count)
     return tokens[: max(1, count // length), :length]
 
 
-def _moved(layer: nn.Module, states: States, map_: Callable) -> States:
-    def through(x: Tensor) -> Tensor:
-        with torch.no_grad():  # which is a thread's own
-            return layer(x)
-
-    return list(map_(through, states))
+def _run_layer(layer: nn.Module, states: States, map_: Callable) -> States:
+    return list(map_(partial(through, layer), states))
 
 
 @contextmanager
-def _attending(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
-    """The decoder layer has this attention in the place of its own, which it calls ``name``, until the block
-    ends.
-    """
+def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
+    """Replace the decoder layer's attention, its attribute ``name``, inside the block."""
     own = getattr(layer, name)
     setattr(layer, name, attention)
     try:
@@ -114,7 +109,7 @@ def _attending(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[No
 
 
 def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> nn.Module:
-    """A layer that was made, as transformers calls its attention."""
+    """Return a converted layer wrapped as an attention module of transformers."""
     from ...integrations.transformers.own import attention_alone
 
     state = {name: value.to(kind.device, torch.float32) for name, value in made.weights.items()}
@@ -122,42 +117,42 @@ def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> 
 
 
 def _head(kind: Kind) -> Head:
-    """Raises CheckpointError for a model without one."""
+    """Return the head of the source model.
+
+    Raises:
+        CheckpointError: the model has no head.
+    """
     head = Head.of_checkpoint(kind.model.checkpoint, kind.device)
     if head is None:
         raise CheckpointError(
-            "config.json: expected a language model, whose words tell layers apart, got no head"
+            "config.json: expected a language model with a head, to measure layers by their logits, got none"
         )
     return head
 
 
 def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]]) -> BySize:
-    """What the final states of each branch say apart from those of the source."""
+    """Return the KL divergence of each branch from the source, computed from their final hidden states."""
     nowhere = torch.full((PLACES,), -1, device=path[0].device)
-    places = [x for states in _normed(norm, path) for x in states.split(PLACES)]
+    places = [x for states in path for x in through(norm, states)[0].split(PLACES)]
     found = []
     for branches in apart:
         found.append({})
         for size, states in branches.items():
-            cut = [x for moved in _normed(norm, states) for x in moved.split(PLACES)]
+            cut = [x for moved in states for x in through(norm, moved)[0].split(PLACES)]
             found[-1][size] = [
                 (x, y, Divergence(nowhere[: len(x)])) for x, y in zip(places, cut, strict=True)
             ]
     for first in range(0, head.words, WORDS):
         head.take(first, min(first + WORDS, head.words))
-        said = {id(x): head(x) for x in places}
+        old_logits = {id(x): head(x) for x in places}
         for some in (some for branches in found for some in branches.values()):
             for x, y, divergence in some:
-                divergence.add(first, said[id(x)], head(y))
-            give_back()  # logits leave holes between the sums that stay: 6 GB of 60 branches of a model of 135M weights
+                divergence.add(first, old_logits[id(x)], head(y))
+            # Freed logits leave holes between the sums that stay allocated: 6 GB for 60 branches of a model
+            # with 135M weights.
+            give_back()
     return [{size: _mean(some) for size, some in branches.items()} for branches in found]
 
 
 def _mean(places: Sequence[tuple[Tensor, Tensor, Divergence]]) -> float:
     return float(torch.cat([divergence.kl() for _, _, divergence in places]).mean())
-
-
-def _normed(norm: nn.Module, states: States) -> Iterator[Tensor]:
-    for x in states:
-        with torch.no_grad():
-            yield norm(x)[0]

@@ -1,4 +1,4 @@
-"""The sizes of all layers: each the same, or of one cache what lets them lose least."""
+"""Choose the size of every layer so that the total loss is least within one cache budget."""
 
 import re
 from collections.abc import Sequence
@@ -13,19 +13,24 @@ from .allotment import allot
 from .kind import Kind
 from .measuring import BySize, Found, found_on, losses_alone
 
-VERSION = 1  # counts up when the same model and text give other measures
-# Importance is measured on little text: none is taken for less than a share of the mean, and the rest is
-# drawn towards it. KL of a model of 135M weights in the cache of ranks 128 and 64 for all, 0.268 and 0.779
-# nats: with all layers alike 0.276 and 0.772, by importance itself 0.265 and 0.669, by its power of 0.7 0.259
-# and 0.669, of 0.5 0.259 and 0.678 (2026-11).
+VERSION = 1  # increment when the same model and text give other measurements
+# Importance is measured on little text. So it is at least LEAST times the mean, and raising it to POWER
+# pulls it towards the mean. KL divergence in nats of a model with 135M weights, in a cache as large as that
+# of rank 128 or 64 in every layer (2026-11):
+#                        rank 128   rank 64
+#   same rank for all       0.268     0.779
+#   equal importance        0.276     0.772
+#   importance              0.265     0.669
+#   importance ** 0.7       0.259     0.669
+#   importance ** 0.5       0.259     0.678
 LEAST, POWER = 0.05, 0.7
 
 
 def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress: bool) -> list[int]:
-    """The sizes of all layers that lose least together in a cache of ``total`` bytes a token.
+    """Return the layer sizes with the least total loss in a cache of ``total`` bytes per token.
 
-    What a layer loses is weighed by how much it matters on a text; without calibrations of one all layers
-    matter alike. What is measured is ``kept`` beside these, and not measured again.
+    A layer's loss is weighted by its importance on a text; without calibrations all layers have equal weight.
+    Measurements are stored next to the calibrations and reused by later runs.
     """
     found = _found(kind, _compared(kind, total), kept, progress=progress)
     weights = [1.0] * len(found.losses) if found.nats is None else _weights(found.losses, found.nats)
@@ -40,9 +45,7 @@ def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress:
 
 
 def _compared(kind: Kind, total: int) -> list[list[int]]:
-    """The sizes of each layer that are tried on a text: that of an equal share of the cache, and the
-    largest.
-    """
+    """Return the sizes of each layer to try on a text: an equal share of the cache, and the largest size."""
     share, compared = total // len(kind.model.layers), []
     for index in kind.model.layers:
         sizes = kind.sizes(index)
@@ -54,7 +57,7 @@ def _compared(kind: Kind, total: int) -> list[list[int]]:
 def _found(
     kind: Kind, compared: Sequence[Sequence[int]], kept: CalibrationStore | None, *, progress: bool
 ) -> Found:
-    """What is measured, or was by another run."""
+    """Measure the layers, or return the stored measurements of an earlier run."""
     advance = steps("measuring" if progress else None, len(compared), " layers")
     if kept is None:
         return losses_alone(kind, advance)
@@ -64,10 +67,10 @@ def _found(
         "options": dict(kind.options),
         "compared": compared,
     }
-    held = kept.recalled(asked)
-    if held is not None:
+    known = kept.recalled(asked)
+    if known is not None:
         losses, nats = (
-            [{int(size): x for size, x in one.items()} for one in held[name]] for name in Found._fields
+            [{int(size): x for size, x in one.items()} for one in known[name]] for name in Found._fields
         )
         return Found(losses, nats)
     found = found_on(kind, compared, kept.tokens, advance)
@@ -80,8 +83,9 @@ def _plain(values: BySize) -> list[dict[str, float]]:
 
 
 def _weights(losses: BySize, nats: BySize) -> list[float]:
-    """The nats that a layer costs for a unit of its loss: at an equal share of the cache, beyond its largest
-    size.
+    """Return the importance of each layer: its cost in nats per unit of loss.
+
+    Both are taken at an equal share of the cache, minus their values at the largest size.
     """
     weights = []
     for found, cost in zip(losses, nats, strict=True):
@@ -93,22 +97,24 @@ def _weights(losses: BySize, nats: BySize) -> list[float]:
 
 
 def smallest(kind: Kind) -> list[int]:
-    """All layers as small as they can be."""
+    """Return the smallest possible size of each layer."""
     return [min(kind.sizes(index)) for index in kind.model.layers]
 
 
 def require_room(kind: Kind, total: int) -> None:
-    """Raises RequestError unless the smallest layers of a kind fit into ``total`` bytes a token."""
+    """Raise RequestError unless the smallest layers fit into ``total`` bytes per token."""
     least = sum(map(kind.token_bytes, kind.model.layers, smallest(kind)))
     if total < least:
-        raise RequestError(f"--cache: expected at least {least} bytes, of the smallest layers, got {total}")
+        raise RequestError(
+            f"--cache: expected at least {least} bytes, the size of the smallest layers, got {total}"
+        )
 
 
 def cache_bytes(asked: str, whole: int) -> int:
-    """What ``--cache`` asks for, bytes a token or a share of the source's ``whole`` such as 25%.
+    """Parse ``--cache``: bytes per token, or a share such as 25% of the source's ``whole`` bytes.
 
     Raises:
-        RequestError: neither.
+        RequestError: the value is neither, or larger than the source's cache.
 
     >>> cache_bytes("25%", 4096), cache_bytes("1536", 4096)
     (1024, 1536)
@@ -116,23 +122,23 @@ def cache_bytes(asked: str, whole: int) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)( ?%)?", asked.strip())
     if match is None or (not match[2] and "." in match[1]):
         raise RequestError(
-            f"--cache: expected bytes a token, or a share of the source's such as 25%, got {asked!r}"
+            f"--cache: expected bytes per token, or a share of the source's such as 25%, got {asked!r}"
         )
     total = int(whole * float(match[1]) / 100) if match[2] else int(match[1])
     if total > whole:
-        raise RequestError(f"--cache: expected at most the source's {whole} bytes a token, got {total}")
+        raise RequestError(f"--cache: expected at most the source's {whole} bytes per token, got {total}")
     return total
 
 
 def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
-    """Raises RequestError unless :func:`attnlib.load` knows the model, and layers of these sizes for it."""
+    """Raise RequestError unless :func:`attnlib.load` can load the model with layers of these sizes."""
     from ...integrations.transformers.own import config_from
     from ...models.own_form import own_config
 
-    said = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
+    config_json = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
     try:
         with quiet(), torch.device("meta"):
-            config = config_from(said)
+            config = config_from(config_json)
             class_of(config)(config)
     except (CheckpointError, ValueError, TypeError, NotImplementedError, KeyError) as error:
-        raise RequestError(f"--to attnlib: attnlib.load does not know the result: {error}") from error
+        raise RequestError(f"--to attnlib: attnlib.load cannot load the result: {error}") from error

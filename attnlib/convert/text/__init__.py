@@ -1,1 +1,1 @@
-"""What a text does in a checkpoint's layers."""
+"""Run a checkpoint over calibration text, one layer at a time."""

@@ -1,6 +1,4 @@
-"""Which text a conversion is calibrated on, by the options of the command: a file, a bundled sample, or
-none.
-"""
+"""Choose the calibration text by the command's options: a file, the bundled sample, or none."""
 
 import argparse
 from collections.abc import Mapping
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import RequestError
 from ..stock import read_config, stock
+from ..wording import option
 from .kept import CalibrationPath, advised
 from .sample import calibrated
 from .tokens import decoded, read_text, tokens_of
@@ -20,32 +19,40 @@ SAMPLE = (
     "the bundled sample, passages of 'Alice's Adventures in Wonderland', 'On the Origin of Species', 'The "
     "Federalist' and 'Moby-Dick' (public domain)"
 )
-WEIGHTS_ALONE = "the weights alone"
-NOTHING = "none: no heads are merged"
+WEIGHTS_ALONE = "no text, only the weights"
+NOTHING = "nothing, as no heads are merged"
 OPTIONS = ("text", "samples", "length", "keep_calibration")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a calibration."""
+    """Add the calibration options to ``parser``."""
     text = parser.add_argument_group("calibration on text")
     text.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it (default: a sample)"
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text like what the model will read (default: a bundled sample)",
     )
-    text.add_argument("--samples", type=int, metavar="N", help=f"pieces of it (default: {SAMPLES})")
-    text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
+    text.add_argument(
+        "--samples", type=int, metavar="N", help=f"number of windows of the text (default: {SAMPLES})"
+    )
+    text.add_argument("--length", type=int, metavar="N", help=f"tokens per window (default: {LENGTH})")
     text.add_argument(
         "--keep-calibration",
         type=Path,
         metavar="FOLDER",
-        help="keep it there, and take it from there the next time",
+        help="keep the calibration in this folder, and reuse it in later runs",
     )
-    text.add_argument("--no-calibration", action="store_true", help="go by the weights alone")
+    text.add_argument(
+        "--no-calibration", action="store_true", help="convert without a text, from the weights only"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text in ``file`` (None: the sample), cut into ``samples`` of ``length`` tokens, and where
-    ``kept``.
+    """A text ``file`` (None for the sample), cut into ``samples`` of ``length`` tokens, and a folder to keep.
+
+    ``kept`` is the folder where calibrations are stored for later runs, or None.
     """
 
     file: Path | None
@@ -55,25 +62,26 @@ class Choice:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Choice | None":
-        """What the options say; None: no calibration.
+        """Return the choice in the options; None for no calibration.
 
         Raises:
-            RequestError: an option that means nothing without one.
+            RequestError: an option requires a calibration.
         """
         if not arguments.no_calibration:
             return cls(arguments.text, arguments.samples, arguments.length, arguments.keep_calibration)
         if given := [name for name in OPTIONS if getattr(arguments, name) is not None]:
-            listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise RequestError(f"{listed}: means nothing with --no-calibration; leave it out")
+            raise RequestError(
+                f"{', '.join(map(option, given))}: does not apply with --no-calibration; leave it out"
+            )
         return None
 
     def tokens(self, source: Path) -> tuple[Tensor, dict[str, object]]:
-        """The text's tokens by the tokenizer of ``source``, and what a report says of them.
+        """Return the text's tokens from the tokenizer of ``source``, and their entries in the report.
 
         Raises:
             RequestError, CheckpointError: as :func:`read_text` and :func:`tokens_of`.
         """
-        text, sha256 = decoded(bundled()) if self.file is None else read_text(self.file)
+        text, sha256 = decoded(calibrated()) if self.file is None else read_text(self.file)
         samples, length = SAMPLES if self.samples is None else self.samples, self.length
         with advised():
             if length is None:
@@ -81,16 +89,16 @@ class Choice:
                     LENGTH, getattr(read_config(source).get_text_config(), "max_position_embeddings", LENGTH)
                 )
             tokens = tokens_of(source, text, samples=samples, length=length)
-        samples, length = tokens.shape  # of a short text there are fewer
-        said = {"text_sha256": sha256, "samples": samples, "length": length}
-        said |= {"text": SAMPLE} if self.file is None else {}
-        return tokens, {"calibration": said, "transformers": stock().__version__}
+        samples, length = tokens.shape  # a short text gives fewer samples
+        reported = {"text_sha256": sha256, "samples": samples, "length": length}
+        reported |= {"text": SAMPLE} if self.file is None else {}
+        return tokens, {"calibration": reported, "transformers": stock().__version__}
 
     def place(self, out: Path, *, is_left: bool) -> CalibrationPath:
-        """Where the calibration of a conversion to ``out`` is kept.
+        """Return the path where the calibration of a conversion to ``out`` is stored.
 
         Raises:
-            RequestError: it can be no folder.
+            RequestError: the folder of ``--keep-calibration`` cannot be created.
         """
         if self.kept is None:
             return CalibrationPath(out.absolute().with_name(f"{out.name}.calibration-"), is_left=is_left)
@@ -98,24 +106,19 @@ class Choice:
             self.kept.mkdir(exist_ok=True)
         except OSError as error:
             raise RequestError(
-                f"--keep-calibration: expected a folder, there or to be made, got {self.kept}: "
+                f"--keep-calibration: expected a folder that exists or can be created, got {self.kept}: "
                 f"{error.strerror}"
             ) from error
         return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
 
 
-def bundled() -> bytes:
-    """The sample: passages that take turns, of four books in English from 1788 to 1865."""
-    return calibrated()
-
-
 def said_of(settings: Mapping[str, object]) -> str:
-    """A line on what a conversion with these settings was calibrated on."""
+    """Return a line for the summary on the calibration text in ``settings``."""
     calibration = settings["calibration"]
     if isinstance(calibration, str):
         return f"calibrated on: {calibration}"
     line = f"calibrated on: {calibration['samples']} x {calibration['length']} tokens of "
     if "text" not in calibration:
         return f"{line}--text (sha256 {calibration['text_sha256'][:12]})"
-    advice = "text like the model's own does better: --text FILE"
+    advice = "text like the model's training data gives better results: --text FILE"
     return f"{line}{calibration['text']}, sha256 {calibration['text_sha256'][:12]}; {advice}"

@@ -1,4 +1,4 @@
-"""A checkpoint's decoder as transformers makes it, without weights, and what it calls its parts."""
+"""A checkpoint's decoder, built by transformers without weights, and the attribute names of its parts."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..stock import body_class_of, quiet, read_config
 
 
 class Names(NamedTuple):
-    """What a decoder calls its parts."""
+    """The attribute names of a decoder's parts."""
 
     embedding: str
     layers: str
@@ -27,44 +27,48 @@ KNOWN = (
 
 
 def without_weights(checkpoint: Checkpoint) -> nn.Module:
-    """The decoder without its head, as transformers makes it, on the meta device; only angles can be
-    computed.
+    """Return the decoder without its head, built by transformers on the meta device.
+
+    Only its rope module, which computes the angles, is on a real device.
     """
     with quiet():
         config = read_config(checkpoint).get_text_config()
         with torch.device("meta"):
             base = body_class_of(config)._from_config(config, dtype=torch.float32)
-    base = getattr(base, "decoder", base)  # of OPT
-    if hasattr(base, "rotary_emb") and [
-        *base.rotary_emb.buffers()
-    ]:  # and no module of ours, which computes all
+    base = getattr(base, "decoder", base)  # OPT has its decoder there
+    # attnlib's own rope module has no buffers, so it needs no replacement.
+    if hasattr(base, "rotary_emb") and [*base.rotary_emb.buffers()]:
         base.rotary_emb = type(base.rotary_emb)(config)
     return base.eval()
 
 
 def names_of(decoder: nn.Module) -> Names:
-    """What this one calls its parts.
+    """Return the attribute names of this decoder's parts.
 
     Raises:
-        CheckpointError: it has others, or does something behind its norm, as the OPT of 350M does.
+        CheckpointError: the names are unknown, or the decoder has a module after its norm, as OPT 350M
+            has.
     """
     children = dict(decoder.named_children())
     for names in KNOWN:
         if all(name in children for name in names) and "project_out" not in children:
             return names
-    kind = str(decoder.config.model_type)[:80]
-    wanted = "expected a decoder of an embedding, layers and a norm, to be run over text"
-    raise CheckpointError(f"config.json: model_type: {wanted}, got {kind!r}")
+    raise CheckpointError(
+        "config.json: model_type: expected a decoder with an embedding, layers and a norm, to run it over "
+        f"text, got {str(decoder.config.model_type)[:80]!r}"
+    )
 
 
 def prefix_of(checkpoint: Checkpoint, names: Names) -> str:
-    """What precedes the names of a decoder's layers."""
+    """Return the prefix of the decoder's tensor names."""
     embedding, first = f"{names.embedding}.weight", f"{names.layers}.0."
     places = [name.removesuffix(embedding) for name in checkpoint.tensors if name.endswith(embedding)]
     found = [
         place for place in places if any(name.startswith(f"{place}{first}") for name in checkpoint.tensors)
     ]
     if len(found) != 1:
-        wanted = "expected in one place beside layers, to run the model over text"
-        raise CheckpointError(f"{embedding}: {wanted}, got {len(found)} such places")
+        raise CheckpointError(
+            f"{embedding}: expected once, next to the layers, to run the model over text, got "
+            f"{len(found)} of them"
+        )
     return found[0]

@@ -1,6 +1,4 @@
-"""Where a file has what transformers has in one tensor: the experts of a layer, which many files store one by
-one.
-"""
+"""Map transformers' stacked expert tensors to the tensors of a file, which often stores each expert alone."""
 
 from collections.abc import Container, Iterator
 from itertools import count
@@ -21,10 +19,10 @@ Parts = tuple[tuple[str, ...], ...]
 
 
 def parts_of(name: str, stored: Container[str]) -> Parts | None:
-    """The tensors in a file that make what transformers calls ``name``, one row of names for each expert.
+    """Return the names of the stored tensors that make up ``name``, one row for each expert.
 
-    The tensors of a row are joined, one above the other, and several rows are stacked. One name alone is the
-    tensor itself; None: the file has nothing of the kind.
+    To build the tensor, concatenate the tensors of each row and stack the rows. A single name means that the
+    file has the tensor itself; None means that it has no matching tensors.
     """
     for new, old in RENAMED:
         if name.replace(new, old) in stored:
@@ -39,7 +37,7 @@ def parts_of(name: str, stored: Container[str]) -> Parts | None:
 
 
 def _rows(place: str, parts: tuple[str, ...], stored: Container[str]) -> Iterator[tuple[str, ...]]:
-    """The names of one expert after another, up to the first of which one is missing."""
+    """Yield the names of one expert after another, until one has a missing tensor."""
     for expert in count():
         row = tuple(f"{place}{expert}.{part}.weight" for part in parts)
         if not all(name in stored for name in row):

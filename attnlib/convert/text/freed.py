@@ -1,13 +1,13 @@
-"""Memory that is free, given back to the system: layers come and go, and what glibc keeps of them adds up."""
+"""Return freed memory to the system: glibc keeps holes that add up while layers come and go."""
 
 import ctypes
 
 
 def give_back() -> None:
-    """Give back pages that nothing is in, where the C library can.
+    """Return unused pages to the system if the C library supports it.
 
-    Weights of some megabytes leave holes that later ones do not fill: forty layers of 51 MB, one after
-    another, left 1.6 GB (glibc 2.36, 2026-11), and 30 MB with this behind each. It takes a millisecond.
+    Weights of some megabytes leave holes that later ones do not fill: forty layers of 51 MB in a row left 1.6
+    GB (glibc 2.36, 2026-11), and 30 MB with a call after each layer. A call takes a millisecond.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Tokens that no calibration has seen, to say on them what a conversion lost."""
+"""Held-out tokens: text that no calibration has seen, to measure what a conversion lost."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +12,14 @@ from .sample import held_out as rest_of_sample
 from .tokens import tokenizer_of, tokens_of
 
 WINDOWS, LENGTH = 8, 512
-STEP = 16  # products of other numbers of rows have bits that differ from thread to thread (MKL 2024.2)
-BEHIND = "the given text, behind what calibrated"
-SAMPLE = "the bundled sample's last fifth, which calibrates nothing"
+# Matrix products whose row count is not a multiple of 16 have bits that differ between threads (MKL 2024.2).
+STEP = 16
+BEHIND = "the given text, after the calibration part"
+SAMPLE = "the bundled sample's last fifth, which is held out"
 
 
 class HeldOut(NamedTuple):
-    """Windows ``[windows, n]`` of a text, and which text that is."""
+    """Windows ``[windows, n]`` of a text, and a description of that text for the report."""
 
     tokens: Tensor
     text: str
@@ -27,11 +28,12 @@ class HeldOut(NamedTuple):
 def held_out(
     folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS
 ) -> HeldOut | None:
-    """Up to so many ``windows`` of 512 tokens, by the tokenizer in a checkpoint's folder.
+    """Return up to ``windows`` windows of 512 tokens, by the tokenizer in a checkpoint's folder.
 
-    They are those of ``text`` behind its first ``used`` tokens, and the bundled sample's where that has too
-    few left for one window of 16, or there is no text. Each window begins with the token that the tokenizer
-    puts before every text, if it does. None: the folder has no tokenizer, or one that is not its model's.
+    They come from ``text`` after its first ``used`` tokens. The held-out part of the bundled sample is used
+    if there is no text, or if it has too few tokens left for one window of 16. Each window starts with the
+    tokenizer's initial special token, if it has one. The result is None if the folder has no tokenizer, or if
+    the tokenizer does not match the model's vocabulary.
     """
     config = read_config(folder).get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH)) // STEP * STEP
@@ -48,15 +50,15 @@ def held_out(
 
 
 def _behind(folder: Path, text: str, skipped: int, wanted: int) -> Tensor | None:
-    """Some tokens of a text behind its first ones."""
+    """Return some tokens of a text after the first ``skipped``; None if the text has no tokens."""
     try:
         return tokens_of(folder, text, samples=skipped + wanted, length=1)[skipped:, 0]
-    except RequestError:  # none at all
+    except RequestError:  # not a single token
         return None
 
 
 def _windows(tokens: Tensor, first: int | None, length: int) -> Tensor:
-    """As many windows of ``length`` as there are tokens for, or one that is shorter; of none ``[0, 0]``."""
+    """Return as many full windows as there are tokens for, else one shorter window, else ``[0, 0]``."""
     begin = tokens.new_tensor([] if first is None else [first])
     length = min(length, (len(tokens) + len(begin)) // STEP * STEP)
     if not length:
@@ -67,7 +69,9 @@ def _windows(tokens: Tensor, first: int | None, length: int) -> Tensor:
 
 
 def _first(folder: Path) -> int | None:
-    """The token before every text, if there is one."""
+    """Return the special token that the tokenizer puts before every text; None if it adds none."""
     tokenizer = tokenizer_of(folder)
-    said, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    return None if said[: len(plain)] == plain else int(said[0])
+    with_special, plain = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    return None if with_special[: len(plain)] == plain else int(with_special[0])

@@ -1,4 +1,4 @@
-"""The calibrations of all layers, made once: a phase of its own, which goes on where it was stopped."""
+"""Calibrations of all layers, computed once in a phase of its own and resumed after an interruption."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,17 +24,18 @@ from ..stock import stock
 from .layerwise import TextCalibration
 from .stored import LayerFolder
 
-VERSION = 2  # counts up when the same text gives other calibrations
-STAYS = "what is calibrated stays: run the same command again to go on"
-PACE = 5e7  # bytes of hidden states written for each second of work: a disk that takes 500 MB/s is busy a tenth of it
-WITHOUT = "--no-calibration goes by the weights alone"
+VERSION = 2  # increment when the same text gives other calibrations
+STAYS = "finished calibrations are kept: run the same command again to resume"
+# Bytes of hidden states written per second of work: a disk with 500 MB/s is busy a tenth of the time.
+PACE = 5e7
+WITHOUT = "--no-calibration converts without a text"
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPath:
-    """The folder of calibrations is ``<start><identity>``, where ``start`` is a path.
+    """The location of a calibration folder: ``<start><identity>``, where ``start`` is a path.
 
-    ``is_kept`` keeps it for other conversions, and ``is_left`` leaves it when a run was stopped.
+    ``is_kept`` keeps the folder for other conversions; ``is_left`` leaves it after an interrupted run.
     """
 
     start: Path
@@ -43,15 +44,16 @@ class CalibrationPath:
 
 
 class CalibrationStore:
-    """Gives the calibration of layer ``index`` over ``tokens`` ``[samples, length]``, from a folder.
+    """Loads the calibration of layer ``index`` over ``tokens`` ``[samples, length]`` from a folder.
 
-    The first call makes those of all layers that the folder has not. This is a context: behind its block the
-    folder is no longer needed, and goes as ``place`` says, or because the request or the source was refused.
+    The first call computes the calibrations that are missing in the folder, for all layers. Use the store as
+    a context manager: at the end of the block it removes the folder, unless ``place`` keeps it for other
+    conversions, or leaves it because the run was interrupted.
 
     Raises:
-        CheckpointError: as :class:`TextCalibration`; says how to do without.
-        RequestError: the folder is another user's, or another run writes there.
-        DamageError: a file is no longer what was written.
+        CheckpointError: as :class:`TextCalibration`; the message says how to convert without calibration.
+        RequestError: another user owns the folder, or another run writes there.
+        DamageError: a file has changed since it was written.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class CalibrationStore:
         self.tokens: Tensor = tokens
         self.place: CalibrationPath = place
         self.device: torch.device = torch.device(device)
-        self.title: str | None = title  # of a bar; None: none
+        self.title: str | None = title  # title of the progress bar; None hides it
         self._advance: Callable[[], object] = lambda: None
         self._stored: LayerFolder | None = None
         with advised():
@@ -88,33 +90,29 @@ class CalibrationStore:
             remove(self._stored.folder)
 
     def __call__(self, index: int) -> Calibration:
-        if self._running is not None:
-            self._prepare()
+        self._prepare()
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """What a run that :meth:`remember`-ed it measured with these calibrations of what is ``asked``; None:
-        none.
-        """
-        if self._running is not None:
-            self._prepare()
+        """Return the measurements that :meth:`remember` stored for ``asked``, or None."""
+        self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Keep what was measured with these calibrations beside them, as plain data, for as long as they are
-        kept.
+        """Store measurements, as plain data, next to the calibrations they were made with.
 
-        Another run that has the folder just now keeps it for itself, and this is measured again when it is
-        asked for.
+        If another run holds the folder's lock, nothing is stored, and the next run measures again.
         """
         with clean_errors(self._advice), suppress(RequestError), only_one(self._stored.folder):
             self._stored.remember(asked, measured)
 
     @property
     def _advice(self) -> str:
-        return STAYS if self.place.is_left else "what was calibrated is removed"
+        return STAYS if self.place.is_left else "finished calibrations are removed"
 
     def _prepare(self) -> None:
+        if self._running is None:
+            return
         identity = self._identity()
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
@@ -126,10 +124,10 @@ class CalibrationStore:
             stored.begin()
             with advised():
                 self._calibrate(stored)
-        self._running = None  # and the hidden states with it
+        self._running = None  # frees the hidden states
 
     def _calibrate(self, stored: LayerFolder) -> None:
-        """Make what is not there any more, from the first layer on, and then what is not there yet."""
+        """Recompute damaged layers, from the first layer on, and then compute the missing ones."""
         again, samples = max(stored.lost, default=-1) + 1, len(self.tokens)
         skipped = max(stored.reached - again, 0)
         with bar(self.title, samples * stored.count, " samples x layers", done=samples * skipped) as shown:
@@ -153,7 +151,7 @@ class CalibrationStore:
             require_room(self.place.start.parent, layers * layer + states, max(layer, states), layers + 3)
 
     def _identity(self) -> dict[str, object]:
-        """What decides every byte: the weights, the tokens, and what computes."""
+        """Return what determines the calibration's bytes: weights, tokens, device type and versions."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
         hashes = read_at_once(checkpoint.sha256, files, lambda count: None)
@@ -170,7 +168,7 @@ class CalibrationStore:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Say of what cannot be calibrated how to convert it all the same."""
+    """Add a hint to use ``--no-calibration`` to CheckpointErrors."""
     try:
         yield
     except CheckpointError as error:

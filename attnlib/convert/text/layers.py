@@ -1,8 +1,8 @@
-"""A checkpoint's decoder one layer at a time, so that no model is ever in memory whole.
+"""Run a checkpoint's decoder one layer at a time, so that the model is never in memory as a whole.
 
-transformers makes the model without memory for its weights, and says once what it would give each layer
-besides hidden states: masks, positions, angles. Then one layer at a time gets its weights, moves hidden
-states on, and loses them.
+transformers builds the model without memory for its weights. One forward pass records the arguments that each
+layer gets besides hidden states: masks, positions, angles. Then each layer in turn loads its weights,
+transforms the hidden states, and frees the weights.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ class TextLayers:
     """The decoder layers of a checkpoint's text model, in fp32 on ``device``.
 
     Raises:
-        CheckpointError: the model is of a kind that cannot be run so, or a weight is missing or of another
-        size.
+        CheckpointError: this type of model cannot be run layer by layer, or a weight is missing or has
+            the wrong size.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu"):
@@ -36,22 +36,23 @@ class TextLayers:
         self._prefix = prefix_of(checkpoint, self._names)
         self._arguments: list[_Arguments] = []
         for index, layer in enumerate(self._layers):
-            self._stored(layer, self._place(index))
+            self._stored(layer, self._layer_prefix(index))
 
     @property
     def _layers(self) -> nn.ModuleList:
         return getattr(self._base, self._names.layers)
 
-    def _place(self, index: int) -> str:
-        """What precedes the names of a layer's weights."""
+    def _layer_prefix(self, index: int) -> str:
+        """Return the prefix of a layer's weight names."""
         return f"{self._prefix}{self._names.layers}.{index}."
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def embedded(self, tokens: Tensor) -> list[Tensor]:
-        """The hidden states before the first layer of ``tokens`` ``[samples, length]``: ``[1, length, m]``
-        each.
+        """Return the hidden states before the first layer, ``[1, length, m]`` for each row of ``tokens``.
+
+        ``tokens`` is ``[samples, length]``.
 
         Raises:
             CheckpointError: a token has no embedding.
@@ -60,7 +61,7 @@ class TextLayers:
         words = stored.entry.shape[0]
         if tokens.max() >= words:
             raise CheckpointError(
-                f"tokenizer.json: expected tokens below {words}, of which the model has embeddings, "
+                f"tokenizer.json: expected tokens below {words}, the number of embeddings, "
                 f"got {int(tokens.max())}"
             )
         used, places = tokens.unique(return_inverse=True)
@@ -73,7 +74,7 @@ class TextLayers:
         return states
 
     def _embed_by(self, rows: Tensor) -> None:
-        """Take these rows for the embedding; what else it has, transformers makes of the config."""
+        """Use ``rows`` as the embedding weight; transformers initializes the embedding's buffers."""
         embedding = getattr(self._base, self._names.embedding)
         embedding.padding_idx = None
         for name, buffer in [*embedding.named_buffers()]:
@@ -84,9 +85,7 @@ class TextLayers:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """What else there is before the first layer has its weights until the block ends: learned
-        positions.
-        """
+        """Inside the block, load other weights used before the first layer, such as learned positions."""
         beside = {name: child for name, child in self._base.named_children() if name not in self._names}
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
@@ -99,7 +98,7 @@ class TextLayers:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Layers remember what they get and do nothing until the block ends, and no norm follows them."""
+        """Inside the block, layers only record their arguments, and the norm is an identity."""
         layers, norm = self._layers, getattr(self._base, self._names.norm)
         recorders = [_Recorder() for _ in layers]
         setattr(self._base, self._names.layers, nn.ModuleList(recorders))
@@ -112,47 +111,47 @@ class TextLayers:
         self._arguments = [recorder.arguments for recorder in recorders]
 
     def load_norm(self) -> nn.Module:
-        """The norm behind the last layer, with its weights."""
+        """Return the norm after the last layer, with its weights loaded."""
         norm = getattr(self._base, self._names.norm)
         self.load(norm, f"{self._prefix}{self._names.norm}.")
         return norm
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """A layer, which has its weights until the block ends. It is called with what :meth:`embedded` saw it
-        get.
+        """Yield a layer with its weights, which are freed at the end of the block.
+
+        Call it with hidden states only; the other arguments are those recorded by :meth:`embedded`.
         """
         layer = self._layers[index]
         try:
-            self.load(layer, self._place(index))
-            yield _With(layer, self._arguments[index])
+            self.load(layer, self._layer_prefix(index))
+            yield _BoundLayer(layer, self._arguments[index])
         finally:
             layer.to("meta")
 
     def load(self, module: nn.Module, prefix: str) -> None:
-        """Give a module the weights of the checkpoint that begin with ``prefix``.
+        """Load the checkpoint's weights with the name prefix ``prefix`` into a module.
 
         Raises:
-            CheckpointError: one is missing or of another size.
+            CheckpointError: a weight is missing or has the wrong size.
         """
         for name, parts in self._stored(module, prefix).items():
-            # Memory of its own: where factors begin decides how their product is rounded.
+            # Copied to new memory, because the alignment of a factor affects the rounding of its product.
             weight = torch.empty_like(module.get_parameter(name), dtype=torch.float32, device=self.device)
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
                 start = 0
-                for part in map(
-                    self.tensor, names
-                ):  # a GPU gets it as it is stored, and makes fp32 of it itself
+                # The transfer is in the stored dtype; a GPU converts to fp32 itself.
+                for part in map(self.tensor, names):
                     row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the checkpoint, as it is stored."""
+        """Load a tensor of the checkpoint in its stored dtype."""
         return self._entry(name).load()
 
     def _stored(self, module: nn.Module, prefix: str) -> dict[str, Parts]:
-        """The names in the file of what each weight of a module is made of."""
+        """Return the names of the stored tensors that make up each weight of a module."""
         found = {}
         for name, wanted in module.state_dict().items():
             parts = parts_of(prefix + name, self.checkpoint.tensors)
@@ -169,39 +168,46 @@ class TextLayers:
     def _entry(self, name: str) -> StoredTensor:
         stored = self.checkpoint.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{name}: expected, to run the model over text, and it is missing")
+            raise CheckpointError(f"{name}: required to run the model over text, and it is missing")
         return stored
 
 
+def through(module: nn.Module, states: Tensor) -> Tensor:
+    """Return ``module(states)`` without gradients."""
+    with torch.no_grad():  # grad mode is per thread
+        return module(states)
+
+
 class _Arguments(NamedTuple):
-    """What a layer gets besides hidden states."""
+    """The arguments of a layer besides the hidden states."""
 
-    by_place: tuple[object, ...]
-    by_name: dict[str, object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
-class _With(nn.Module):
-    """A layer with the arguments that are the same for all samples."""
+class _BoundLayer(nn.Module):
+    """A layer with bound arguments, which are the same for all samples."""
 
     def __init__(self, layer: nn.Module, arguments: _Arguments):
         super().__init__()
         self.layer, self.arguments = layer, arguments
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.layer(hidden_states, *self.arguments.by_place, **self.arguments.by_name)
+        return self.layer(hidden_states, *self.arguments.args, **self.arguments.kwargs)
 
 
 class _Recorder(nn.Module):
-    """A layer that does nothing but remember its arguments."""
+    """A layer that records its arguments and returns the hidden states unchanged."""
 
-    def forward(self, hidden_states: Tensor, *by_place: object, **by_name: object) -> Tensor:
-        self.arguments = _Arguments(by_place, by_name)
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        self.arguments = _Arguments(args, kwargs)
         return hidden_states
 
 
 def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, ...]:
-    """That of tensors of these shapes, each row joined and, if asked for, rows stacked; () if they do not
-    fit.
+    """Return the shape of the tensors after joining each row, and stacking the rows if ``stacked``.
+
+    The result is () if the shapes do not fit together.
     """
     rows = {(sum(shape[0] for shape in row), *row[0][1:]) for row in shapes}
     tails = {shape[1:] for row in shapes for shape in row}
@@ -211,6 +217,6 @@ def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, 
 
 
 def _rows(stored: StoredTensor, used: Tensor) -> Tensor:
-    """Rows of a tensor by their indices, which rise; neighbours are read together, and no others."""
+    """Return rows of a tensor by ascending indices; adjacent rows are read in one go."""
     ends = (used.diff() > 1).nonzero().flatten() + 1
     return torch.cat([stored.rows(int(run[0]), int(run[-1]) + 1) for run in used.tensor_split(ends.tolist())])

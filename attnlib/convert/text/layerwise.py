@@ -1,4 +1,4 @@
-"""Calibrations of a checkpoint's layers over text, one layer after another."""
+"""Calibrate the layers of a checkpoint on text, one after another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +15,16 @@ from .workers import side_by_side
 
 
 class TextCalibration:
-    """Gives the calibration of layer ``index`` of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
+    """Computes the calibration of a layer of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
 
-    A GPU multiplies by TF32, which takes weights of bf16 as they are.
-
-    Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the
-    hidden states of all tokens, ``4 * m`` bytes a token, on ``device``; calibrations are on the CPU.
-    ``advance`` is told of each sample that has passed a layer. On a CPU no bit depends on how many threads
-    torch has.
+    On a GPU, products use TF32, which represents bf16 weights exactly. Layers run in order: asking for an
+    earlier layer restarts from the first one. The hidden states of all tokens stay on ``device``, ``4 * m``
+    bytes per token; calibrations are on the CPU. ``advance`` is called after each sample of each layer. On a
+    CPU, results are bit-identical for any number of torch threads.
 
     Raises:
-        CheckpointError: the model is of a kind that cannot be run so, or a weight that the layers need is
-        missing, of
-            another size or not finite, or a token has no embedding.
+        CheckpointError: this type of model cannot be run layer by layer; a weight of the layers is
+            missing, has the wrong size or is not finite; or a token has no embedding.
     """
 
     def __init__(
@@ -56,20 +53,21 @@ class TextCalibration:
 
     @property
     def states(self) -> list[Tensor]:
-        """The hidden states behind the last layer: ``[1, length, m]`` of each sample."""
+        """The hidden states after the last layer that ran: ``[1, length, m]`` for each sample."""
         assert self._states is not None
         return self._states
 
     def go_on(self, index: int, states: list[Tensor]) -> None:
-        """Go on with layer ``index``, which reads these hidden states."""
+        """Resume at layer ``index`` with these hidden states as its inputs."""
         self._states = None
-        self.layers.embedded(self.tokens)  # what layers get beside them
+        self.layers.embedded(self.tokens)  # records the layers' other arguments
         self._index, self._last = index - 1, None
         self._states = [x.to(self.device, copy=True) for x in states]
 
     def _next(self, index: int) -> Calibration:
-        states, self._states = self.states, None  # which hold of two layers in the middle
-        # What q_proj reads, or what it is fused into, is what its layer reads.
+        # Invalid until the layer is done: observe() replaces the states one batch at a time.
+        states, self._states = self.states, None
+        # The input of q_proj, or of the fused projection, is the input of its attention layer.
         first = f"layer.{self.model.family.attention}.{self.model.family.weights[0][0]}"
         try:
             with (
@@ -91,10 +89,9 @@ class TextCalibration:
 
 @contextmanager
 def _quick_products(device: torch.device | str) -> Iterator[None]:
-    """On a GPU, products of fp32 round their factors to 11 bits, three more than bf16 has: eight times as
-    fast.
+    """On a GPU, use TF32 products inside the block: eight times as fast as fp32.
 
-    Moments are sums in fp64, which this leaves as they are.
+    TF32 rounds the factors to 11 bits, three more than bf16 has. Moments are summed in fp64 and not affected.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(before if torch.device(device).type == "cpu" else "high")

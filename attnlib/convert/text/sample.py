@@ -1,18 +1,18 @@
-"""The bundled sample in two parts: one to calibrate on, and behind it one that is left alone for checks."""
+"""The bundled sample text in two parts: the first for calibration, the rest held out for checks."""
 
 from importlib.resources import files
 
-SHARE = 0.8  # of its bytes, at most, that calibrations see
+SHARE = 0.8  # largest share of the bytes to calibrate on
 PARAGRAPH = b"\n\n"
 
 
 def calibrated() -> bytes:
-    """What calibrations read: passages that take turns, of four books in English from 1788 to 1865."""
+    """Return the calibration part: alternating passages of four English books from 1788 to 1865."""
     return _parts()[0]
 
 
 def held_out() -> bytes:
-    """What they do not: the passages behind."""
+    """Return the held-out part: the passages that follow."""
     return _parts()[1]
 
 

@@ -1,8 +1,8 @@
-"""A folder with the calibrations of a model's first layers, and the hidden states behind one of them.
+"""A calibration folder on disk: one file per finished layer, and the hidden states after one of them.
 
-``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which
-nothing is believed. Files are of safetensors, and whole or absent. What was measured with the calibrations is
-in files of JSON, each with the sha256 of what it says.
+``calibration.json`` lists the finished files with the sha256 they were written with; a file that does not
+match is ignored. Files are safetensors, and either complete or absent. Measurements made with the
+calibrations are JSON files that contain their own sha256.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from ..calibration import Calibration
 from ..checkpoint.conversion import bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
 from ..checkpoint.progress import is_left, remove
-from ..checkpoint.verify import file_sha256
+from ..checkpoint.verify import has_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
 DONE, MEASURED = "calibration.json", "measured-"
@@ -28,11 +28,11 @@ MAX_DONE = 2**24  # bytes
 
 
 class LayerFolder:
-    """The folder, of a model of ``count`` layers.
+    """A calibration folder of a model with ``count`` layers.
 
-    ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that. The
-    hidden states that layer ``reached`` reads are there too; before the first layer and behind the last
-    nobody needs any.
+    ``layers`` lists the sha256 of each finished layer's file, and ``lost`` the layers whose file no longer
+    matches. The folder also holds the input hidden states of layer ``reached``, except at the first layer and
+    after the last.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object], count: int):
@@ -42,34 +42,34 @@ class LayerFolder:
         self.layers: list[str] = []
         self.lost: list[int] = []
         self.reached: int = 0
-        self._states: str | None = None  # their sha256
+        self._states: str | None = None  # sha256 of the hidden-states file
 
     def resume(self) -> None:
-        """Find out what an earlier run finished.
+        """Find the files that an earlier run finished.
 
         Raises:
-            RequestError: the folder is not this user's own; its contents may be anything.
+            RequestError: another user owns the folder, so its contents cannot be trusted.
         """
         if not is_left(self.folder):
             return
-        with suppress(CheckpointError, KeyError, TypeError):  # whatever a damaged file says
+        with suppress(CheckpointError, KeyError, TypeError):  # errors of a damaged file
             done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
             if done.get("identity") != self.identity:
                 return
             layers, reached, states = done["layers"], done["reached"], done["states"]
-            lost = [n for n, sha256 in enumerate(layers) if not self._is_there(_layer(n), sha256)]
+            lost = [n for n, sha256 in enumerate(layers) if not has_sha256(self.folder / _layer(n), sha256)]
             self.layers, self.lost = [*layers], lost
-            if states is None or self._is_there(_states(reached), states):
+            if states is None or has_sha256(self.folder / _states(reached), states):
                 self.reached, self._states = reached, states
 
     def begin(self) -> None:
-        """Make the folder. Of an earlier run only what is finished stays."""
+        """Create the folder, and remove all files of an earlier run except finished ones."""
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         self._tidy()
 
     def add(self, calibration: Calibration) -> None:
-        """Write down the next layer."""
+        """Write the calibration of the next layer."""
         self.layers.append(self._write_layer(len(self.layers), calibration))
         if len(self.layers) == self.count:
             self.reached, self._states = self.count, None
@@ -77,58 +77,51 @@ class LayerFolder:
         self._tidy()
 
     def reach(self, states: Sequence[Tensor]) -> None:
-        """Write down the hidden states ``[1, length, m]`` behind the last finished layer, in the place of
-        others.
-        """
+        """Write the hidden states ``[1, length, m]`` after the last finished layer; remove older ones."""
         self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
         self.reached = len(self.layers)
         self._save()
         self._tidy()
 
     def replace(self, index: int, calibration: Calibration) -> None:
-        """Write down a layer that was lost."""
+        """Write the calibration of a lost layer again."""
         self.layers[index] = self._write_layer(index, calibration)
         self._save()
         self.lost.remove(index)
 
     def states(self) -> list[Tensor]:
-        """The hidden states ``[1, length, m]`` that layer ``reached`` reads."""
+        """Return the input hidden states ``[1, length, m]`` of layer ``reached``."""
         assert self._states is not None
         return [*_read(self.folder / _states(self.reached), self._states)["states"][:, None]]
 
     def calibration(self, index: int) -> Calibration:
-        """That of a finished layer.
+        """Return the calibration of a finished layer.
 
         Raises:
-            DamageError: its file is not what was written.
+            DamageError: the file has changed since it was written.
         """
         try:
-            held = _read(self.folder / _layer(index), self.layers[index])
+            found = _read(self.folder / _layer(index), self.layers[index])
         except CheckpointError as error:
-            raise DamageError(f"{error}; run it again, and it is made again") from error
-        return Calibration(int(held["tokens"]), held["moment"], held["sample"])
+            raise DamageError(f"{error}; run the command again to recompute it") from error
+        return Calibration(int(found["tokens"]), found["moment"], found["sample"])
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """What was measured of what is ``asked``; None where it was not, or cannot be believed."""
+        """Return the measurements stored under ``asked``; None if they are absent or damaged."""
         name = _measured(asked)
         with suppress(CheckpointError, KeyError):
-            held = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
-            if held["sha256"] == _sha256(held["measured"]):
-                return held["measured"]
+            found = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
+            if found["sha256"] == _sha256(found["measured"]):
+                return found["measured"]
         return None
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Write down what was measured."""
+        """Store measurements under ``asked``."""
         write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
 
-    def _is_there(self, name: str, sha256: str) -> bool:
-        with suppress(CheckpointError):
-            return file_sha256(self.folder / name) == sha256
-        return False
-
     def _write_layer(self, index: int, calibration: Calibration) -> str:
-        held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
-        return _write(self.folder, _layer(index), held | {"sample": [calibration.sample]})
+        found = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
+        return _write(self.folder, _layer(index), found | {"sample": [calibration.sample]})
 
     def _save(self) -> None:
         done = {
@@ -140,7 +133,7 @@ class LayerFolder:
         write_file(self.folder, DONE, dump(done))
 
     def _tidy(self) -> None:
-        """Remove what is neither finished nor needed to go on."""
+        """Remove files that are neither finished nor needed to resume."""
         there = set(range(len(self.layers))) - {*self.lost}
         kept = {DONE, *([] if self._states is None else [_states(self.reached)]), *map(_layer, there)}
         for path in self.folder.iterdir():
@@ -162,12 +155,12 @@ def _layer(index: int) -> str:
 
 
 def _states(index: int) -> str:
-    """What layer ``index`` reads."""
+    """Return the name of the file with the input of layer ``index``."""
     return f"states-{index:05}.safetensors"
 
 
 def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> str:
-    """Write tensors, each given as its parts one behind the other; returns the file's sha256."""
+    """Write tensors, each given as a list of parts to concatenate; return the file's sha256."""
     shapes = {key: (sum(len(part) for part in parts), *parts[0].shape[1:]) for key, parts in tensors.items()}
     header, _ = make_header(
         {key: TensorEntry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()}
@@ -181,15 +174,15 @@ def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> 
 
 
 def _read(path: Path, sha256: str) -> dict[str, Tensor]:
-    """The tensors of a file.
+    """Return the tensors of a file.
 
     Raises:
-        CheckpointError: it is not there, or not what was written.
+        CheckpointError: the file is missing or has changed since it was written.
     """
     file = SourceFile.at(path)
     data = file.read()
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CheckpointError(f"{path}: expected what was written, got something else")
+        raise CheckpointError(f"{path}: expected the bytes that were written, got others")
     length = header_length(data[:8], len(data), path.name)
     return {
         name: torch.frombuffer(data, dtype=x.dtype, count=x.nbytes // x.dtype.itemsize, offset=x.start).view(

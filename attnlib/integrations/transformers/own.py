@@ -6,7 +6,6 @@ builds the rest of the model and loads the weights.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ...checkpoint_files.folder import CONFIG
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...models.own_form import GroupedForm, LatentForm, LayerForm, base_of, layers_of, own_config
+from ...models.own_form import (
+    GroupedForm,
+    LatentForm,
+    LayerForm,
+    base_of,
+    forms_from,
+    layers_of,
+    own_config,
+    plain_form,
+)
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .families import Family
@@ -30,7 +39,6 @@ from .replacing import (
 )
 
 FORMS = "attnlib_layers"  # config field, in memory only: the attention layers as plain data
-CONFIG = "config.json"
 
 
 def config_from(said: dict[str, Any]) -> PreTrainedConfig:
@@ -44,7 +52,7 @@ def config_from(said: dict[str, Any]) -> PreTrainedConfig:
     text = config.get_text_config()
     if len(layers) != text.num_hidden_layers:
         raise ValueError(f"layers: expected {text.num_hidden_layers}, as base says, got {len(layers)}")
-    setattr(text, FORMS, [asdict(layer) for layer in layers])
+    setattr(text, FORMS, [plain_form(layer) for layer in layers])
     return config
 
 
@@ -55,7 +63,7 @@ def knows_layers(config: PreTrainedConfig) -> bool:
 
 def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return a subclass of a transformers class with the attention layers that ``config`` describes."""
-    layers = layers_of({"layers": getattr(config.get_text_config(), FORMS)})
+    layers = forms_from(getattr(config.get_text_config(), FORMS))
 
     class Own(kind):
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
@@ -143,9 +151,8 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         dropout_p=grouped.dropout_p,
     )
     if form.query_bias:
-        name = "q_proj" if form.q_lora_rank is None else "q_b_proj"
-        plain = getattr(layer, name)
-        setattr(layer, name, nn.Linear(plain.in_features, plain.out_features))
+        plain = getattr(layer, form.query_projection)
+        setattr(layer, form.query_projection, nn.Linear(plain.in_features, plain.out_features))
     return layer
 
 
