@@ -44,7 +44,7 @@ def imports() -> str:
     values, rooms = known["VALUES"], known["ROOMS"]
     rows = [f"| `{room}` | {_named(rooms[room], values)} |" for room in rooms if room not in values]
     below = (
-        f"| values | {', '.join(f'`{room}`' for room in values)}, of which each may import those behind it |"
+        f"| values | {', '.join(f'`{room}`' for room in values)}, each of which may import those after it |"
     )
     return "\n".join(["| room | may import |", "|---|---|", *rows, below])
 
