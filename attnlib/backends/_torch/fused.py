@@ -1,4 +1,4 @@
-"""torch's fused CPU attention, and when it is exact."""
+"""torch's fused CPU attention, and the conditions under which it is exact."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ FUSED = "torch's fused CPU attention"
 
 
 class _Fused(NamedTuple):
-    """torch's two functions, which it keeps to itself; None if they failed their trial."""
+    """torch's private forward and backward functions; None if they failed their trial."""
 
     forward: Callable | None
     backward: Callable | None
@@ -23,7 +23,11 @@ class _Fused(NamedTuple):
 
 
 def failures() -> list[str]:
-    """Why torch's fused attention is not used, if so. Raises NotNow where it cannot be tried."""
+    """Return the reason why torch's fused attention is not used, if it is not.
+
+    Raises:
+        NotNow: it cannot be tried now.
+    """
     return probes.failures(FUSED, _find)
 
 
@@ -44,11 +48,11 @@ def _look_up() -> _Fused:
 
 
 def causality(batch: Batch) -> bool | None:
-    """The ``is_causal`` with which torch's fused CPU attention solves a batch; None if it cannot."""
+    """Return the ``is_causal`` for torch's fused attention to compute this batch; None if it cannot."""
     q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
     s, t = q.shape[1], keys.stop - keys.start
-    # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros
-    # (#141128).
+    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros for a NaN query
+    # (pytorch#141128).
     if q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
     if (
@@ -71,7 +75,7 @@ def causality(batch: Batch) -> bool | None:
 
 
 def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
-    """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
+    """Return the output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
     k, v = _read(batch)
     b, s, h, _ = batch.q.shape
     out, lse = answer(FUSED, _find).forward(
@@ -83,11 +87,12 @@ def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
 def backward(
     batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h,
-    s]``.
+    """Return contiguous dq, dk and dv for the batch's keys.
+
+    ``dout`` and ``out`` are ``[b, s, h, d]``, and the LSE is ``[b, h, s]``.
     """
     q, (k, v) = batch.q, _read(batch)
-    # Without a causal order a group's queries share one pass over its keys.
+    # Without a causal mask, the query heads of a group share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]
     solved = (rows(out, g), lse.reshape(q.shape[0], g, -1))
     dq, dk, dv = answer(FUSED, _find).backward(
@@ -97,15 +102,17 @@ def backward(
 
 
 def _read(batch: Batch) -> tuple[Tensor, Tensor]:
-    """All keys and values, ``[b, g, t, d]``."""
+    """Return all keys and values of the batch, ``[b, g, t, d]``."""
     return batch.keys.read(slice(0, batch.q.shape[0]), batch.keys.start, batch.keys.stop)
 
 
 def _try(fused: _Fused) -> None:
-    """Compare it with attention written out, causal and not, with a NaN query; raise RuntimeError where it
-    differs.
+    """Compare torch's fused attention with the formula, causal or not, and with a NaN query.
 
-    In fp32, where its error against fp64 may be three times that of the formula.
+    The comparison is in fp32; the error against fp64 may be three times the formula's own.
+
+    Raises:
+        RuntimeError: a result differs.
     """
     for causal in (False, True):
         wide = [_numbers(n) for n in range(4)]
@@ -126,14 +133,12 @@ def _try(fused: _Fused) -> None:
 
 
 def _numbers(n: int) -> Tensor:
-    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without touching torch's random
-    state.
-    """
+    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without torch's random state."""
     return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
 
 
 def _written_out(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Output, LSE and gradients of q, k and v by the formula."""
+    """Return the output, the LSE and the gradients of q, k and v by the formula."""
     scores = 0.5 * q @ k.mT
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
