@@ -1,4 +1,4 @@
-"""Launches that come again with tensors at other addresses alone."""
+"""Cached launches that are repeated with changes only in the addresses of tensors."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -13,8 +13,11 @@ from .launch import Launch, remembered
 
 
 class _Part(NamedTuple):
-    """A launch whose arguments are there, but for those at these places: each of them with its number among
-    the addresses of a call, and a descriptor with all that there are by address."""
+    """A cached launch with all arguments filled in, except for the tensors that change with each call.
+
+    ``places`` pairs the position of an argument with an index into a call's addresses. ``descriptors`` also
+    has the descriptors by address.
+    """
 
     started: Started
     arguments: list
@@ -23,9 +26,9 @@ class _Part(NamedTuple):
 
 
 class Repeated:
-    """Launches, one after the other, on these tensors; those of ``names`` are elsewhere at every call.
+    """A sequence of cached launches on fixed tensors, except for ``names``, which change with each call.
 
-    A tensor that no kernel takes may be named too, and one that is not there, whose address is 0.
+    ``names`` may include tensors that no kernel takes, and absent tensors, whose address is 0.
     """
 
     def __init__(self, launches: Sequence[Launch], tensors: dict[str, Tensor | None], *names: str):
@@ -33,10 +36,10 @@ class Repeated:
         self._parts: list[_Part] = []
 
     def on(self, addresses: Sequence[int]) -> bool:
-        """Launch where the tensors of ``names`` are at these addresses, in this order, on the current stream.
+        """Launch on the current stream, with the tensors of ``names`` at these addresses, in this order.
 
-        False, and nothing is launched, where :meth:`Launch.on` must be asked: before it has launched each of
-        these, for addresses that are no multiples of 16 bytes, on another device, or under a profiler.
+        Returns False, without launching, if :meth:`Launch.on` must be used instead: before each launch has
+        run once, if an address is not a multiple of 16 bytes, on another device, or under a profiler.
         """
         parts = self._parts or self._prepare()
         if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].started.stream()) is None:
@@ -52,7 +55,7 @@ class Repeated:
         return True
 
     def _prepare(self) -> list[_Part]:
-        """The parts, kept once all launches have started."""
+        """Return the cached launches, and store them once every launch has run."""
         parts = [self._part(launch) for launch in self._launches]
         self._parts = [] if None in parts else parts
         return self._parts
@@ -77,9 +80,10 @@ class Repeated:
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What ``torch.empty_like`` makes contiguous tensors of, with memory for one number alone.
+    """Return a template for ``torch.empty_like``, with memory for a single element.
 
-    It takes 1.2 us for a tensor, where ``new_empty`` takes 1.9 (the host of an H200, torch 2.11).
+    ``torch.empty_like`` of a template gives a contiguous tensor in 1.2 us; ``new_empty`` takes 1.9 us (the
+    host of an H200, torch 2.11).
     """
     return _one(dtype, device).expand(tuple(shape))
 
