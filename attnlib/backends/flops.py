@@ -28,7 +28,7 @@ def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..
         widths = d * a.q.shape[-1] + e * (a.k if a.v is None else a.v).shape[-1]
         return 2 * a.q.shape[-2] * pairs(a) * widths
 
-    # FlopCounterMode passes tensors to functions of a custom_mapping only with this attribute, else shapes.
+    # Without this attribute, FlopCounterMode would pass shapes to a custom_mapping's function, not tensors.
     flops._get_raw = True
     return flops
 
@@ -58,9 +58,9 @@ def _unknown(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # FakeTensor is a subclass
 
 
-# The score over d, and the output over e.
+# A forward has one product over d for the score, and one over e for the output.
 forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)
-# The recomputed score, dq and dk over d; the gradient of the probabilities and dv over e.
+# A backward has the recomputed score, dq and dk over d, and dv and the gradient of probabilities over e.
 backward_flops: Callable[..., int] = _formula(
     lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2
 )

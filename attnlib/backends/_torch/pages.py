@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KEYS = 512  # the maximum in a tile
+KEYS = 512  # keys per tile, at most
 # The scale of an all-zero token, below all other scales, so it is never the largest if another one counts.
 OF_ZEROS = 2.0**-40
 Index = tuple[slice | None, ...]

@@ -38,7 +38,7 @@ def differentiated(
         at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
         for x, size, stride in zip(indices, tensors[n].shape, _contiguous(tensors[n]), strict=True):
             at = at + index_at(x, size, brought, INT64) * stride
-        value = shown(value).sum_to_size(at.shape)  # sums that go to the same element
+        value = shown(value).sum_to_size(at.shape)  # add up what goes to the same element
         grads.index_add_(0, at.flatten(), value.flatten())
     return shown(by.score)
 

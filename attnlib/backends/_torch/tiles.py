@@ -20,7 +20,7 @@ from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
 from .programs import differentiated
 
-# Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
+# Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile hit a core's cache.
 SCORES = 2**19
 
 
@@ -47,11 +47,11 @@ class Tile(NamedTuple):
     k: Tensor
     v: Tensor
     scores: Tensor  # [n * g, f * s, t], hidden ones -inf
-    tanh: Tensor | None  # tanh(scores / softcap)
-    hidden: Tensor | None  # bool [s, t], by a function [n, h, s, t]; None when every pair is visible
+    tanh: Tensor | None  # tanh(score / softcap)
+    hidden: Tensor | None  # bool [s, t], or [n, h, s, t] with a mask function; None if nothing is hidden
     distance: Tensor | None  # |i - j| for ALiBi, [s, t]
-    indices: dict[str, Tensor] | None  # the inputs of functions, including scores
-    weight: Tensor | None  # factors of dropout
+    indices: dict[str, Tensor] | None  # the inputs of mask and score functions
+    weight: Tensor | None  # dropout factors, 0 or 1 / (1 - p)
 
     def dropped(self, p: Tensor) -> Tensor:
         """Apply dropout to probabilities or their gradients."""

@@ -33,7 +33,8 @@ class TritonBackend:
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Return the reasons why this backend cannot run ``spec``."""
         layout = spec.layout
-        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype  # of matrix products
+        # The dtype of matrix products.
+        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
             return [*reasons, *spec.without_backward]

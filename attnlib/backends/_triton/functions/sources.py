@@ -98,7 +98,7 @@ class _Body:
         self._ranges = {Value(name): known.get(name) for name in inputs}
         self._inputs = {
             Value(name): frozenset((name,)) for name in inputs
-        }  # the inputs that each value depends on
+        }  # the inputs on which each value depends
         self.lines = [self._line(step) for step in steps]
 
     def mask(self, x: Operand) -> str:

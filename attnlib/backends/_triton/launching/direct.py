@@ -172,7 +172,8 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
         binary.packed_metadata,
         (None, None, None),
     )
-    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]  # they hold no tensor
+    # Moving a descriptor to address 0 lets go of its tensor.
+    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]
     *named, rest = signature(run).parameters.values()
     names = tuple(x.name for x in named)
     if rest.kind is not rest.VAR_POSITIONAL or names not in (FIRST, LATER):

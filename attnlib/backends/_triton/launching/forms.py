@@ -24,8 +24,7 @@ def forms(read: Sequence[tuple | None]) -> object:
 def _form(x: Tensor | tuple | int | None) -> object:
     """Return the properties that Triton specializes on, for a tensor, a number or a tuple of them.
 
-    Of a tensor these are its dtype and alignment. Of a number they are: equal to 1, a multiple of 16, above
-    int32.
+    A tensor has its dtype and alignment. A number has flags: equal to 1, a multiple of 16, beyond int32.
     """
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & 15 == 0

@@ -45,8 +45,7 @@ class Block(NamedTuple):
         of_heads: the tensor has heads.
         gluon: the kernel is written in Gluon, so the descriptor also gives the layout in shared memory.
         pairs: stored bytes are loaded in pairs, as int16.
-        together: the number of heads loaded at once from a plane ``[pages, page_size, g, d]``; 0 if it is no
-            plane.
+        together: the number of heads loaded at once from a plane ``[pages, page_size, g, d]``; otherwise 0.
     """
 
     tensor: str
@@ -127,7 +126,7 @@ class Launch:
         }
         self.captured = [name for name in names if name.endswith("_tensors")]
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
-        # All kernels were tested and measured with fp fusion, which is no longer the default in Triton 3.10.
+        # All kernels were tested and measured with FP fusion, which Triton 3.10 no longer enables by default.
         self.options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
@@ -194,7 +193,8 @@ class Launch:
                 places.append((len(arguments), block.tensor, descriptors))
             arguments += [None, *sizes]
         at = len(arguments)
-        arguments += [*(() if x == () else None for x in read), *self._values]  # they hold no tensor
+        # None in place of captured tensors, which the cached launch must not keep alive.
+        arguments += [*(() if x == () else None for x in read), *self._values]
         device, ask = self._pick(tensors)[0].get_device(), streams()
         self._started[aligned(addresses), forms(read)] = Started(
             device, ask, runtime, start, arguments, first, places, at

@@ -59,7 +59,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """Return the cache key of a call; descriptors (TMA) may load ``first`` and ``others``."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    # Tensors that functions of indices capture do not change the plan.
+    # Captured tensors do not change a launch plan.
     layouts = [
         (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a
     ]
