@@ -23,7 +23,7 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     if spec.without_backward:
         return spec.without_backward
     if spec.batch_invariant:
-        return ["batch_invariant: how torch adds a product up depends on what shares the batch"]
+        return ["batch_invariant: torch may sum a matrix product in an order that depends on the batch"]
     return []
 
 

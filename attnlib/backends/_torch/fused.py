@@ -34,7 +34,7 @@ def failures() -> list[str]:
 def _find() -> _Fused:
     refuse_trials()
     if why := failure_of(lambda: _try(_look_up())):
-        cost = "attention on CPUs is computed tile by tile, which is right and slower"
+        cost = "attention on CPUs is computed tile by tile, which is correct but slower"
         return _Fused(None, None, (f"{FUSED}: {why}; {cost}",))
     return _look_up()
 
@@ -129,7 +129,7 @@ def _try(fused: _Fused) -> None:
             not (out[..., 3, :].isnan().all() and lse[..., 3].isnan().all())
             or out.isnan().sum() != out[..., 3, :].numel()
         ):
-            raise RuntimeError("a NaN query is not the NaN of its own row alone")
+            raise RuntimeError("a NaN query must make its own row NaN, and no other row")
 
 
 def _numbers(n: int) -> Tensor:
@@ -153,4 +153,4 @@ def _compare(x: Tensor, exact: Tensor, near: Tensor) -> None:
     ulp = torch.finfo(torch.float32).eps * exact.abs().max().item()
     allowed = 3 * (near - exact).abs().max().item() + ulp
     if x.shape != exact.shape or not (x - exact).abs().max().item() <= allowed:
-        raise RuntimeError(f"a result of shape {list(exact.shape)} is not that of the formula")
+        raise RuntimeError(f"a result of shape {list(exact.shape)} differs from the formula")

@@ -46,10 +46,10 @@ class TritonBackend:
         largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
         if largest > widest:
             reasons.append(
-                f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}"
+                f"has {'a backward' if spec.grad else 'kernels'} for heads of up to {widest}, got {largest}"
             )
         elif spec.value_dim > WIDEST_VALUE:
-            reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
+            reasons.append(f"has kernels for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
         return reasons
 
     def slow(self, spec: AttentionSpec) -> list[str]:

@@ -98,7 +98,7 @@ def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
             return _hull([*shifted, *[0] * (c < 0 or d >= BITS[takes])])
         case "rshift":
             return Range(min(a, 0), max(b, 0))
-    raise AssertionError(f"no operation of integers: {operation}")
+    raise AssertionError(f"unknown integer operation: {operation}")
 
 
 def _divisors(c: int, d: int) -> list[int]:

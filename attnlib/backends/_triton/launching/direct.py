@@ -65,7 +65,7 @@ def _compare_streams(private: Streams) -> None:
                 (device, _public_stream(device)),
             )
         if found != public:
-            raise RuntimeError(f"it says device and stream {found} where public functions say {public}")
+            raise RuntimeError(f"it returns device and stream {found}, but public functions return {public}")
 
 
 class Started(NamedTuple):
@@ -146,12 +146,12 @@ def failures(attempt: Callable[[bool], None]) -> list[str]:
 def _find_direct(attempt: Callable[[bool], None]) -> Direct:
     if why := failure_of(lambda: attempt(False)):
         return Direct(
-            False, False, (f"{DIRECT}: {why}; Triton is asked at every launch, which takes about 40 us",)
+            False, False, (f"{DIRECT}: {why}; every launch goes through Triton, which takes about 40 us",)
         )
     if torch.cuda.get_device_capability()[0] < 9:
         return Direct(True, True)  # no kernel takes descriptors before Hopper
     why = failure_of(lambda: attempt(True))
-    cost = "Triton is asked at every launch of a dedicated Hopper kernel, which takes about 40 us"
+    cost = "launches of dedicated Hopper kernels go through Triton, which takes about 40 us each"
     return Direct(True, not why, (f"{DIRECT} with descriptors: {why}; {cost}",) if why else ())
 
 
@@ -177,7 +177,7 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
     *named, rest = signature(run).parameters.values()
     names = tuple(x.name for x in named)
     if rest.kind is not rest.VAR_POSITIONAL or names not in (FIRST, LATER):
-        raise TypeError(f"Triton's launcher takes {signature(run)}, which is not known")
+        raise TypeError(f"Triton's launcher takes unknown arguments: {signature(run)}")
     if names == LATER or not hasattr(run, "launch") or run.global_scratch_size or run.profile_scratch_size:
         return run, (function, metadata, *no_hooks), described
     start, constants = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None)

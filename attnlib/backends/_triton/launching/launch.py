@@ -226,7 +226,7 @@ def _compare_bits(descriptors: bool) -> None:
         raise NotNow("since a profiler follows launches")
     launch.on(tensors[1])
     if not torch.equal(torch.stack(out), expected):
-        raise RuntimeError("a kernel that is started directly writes other bits")
+        raise RuntimeError("a kernel that is launched directly writes different bits")
 
 
 def failures(arch: int) -> list[str]:
