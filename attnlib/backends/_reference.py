@@ -76,14 +76,14 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
     slopes = [x for x in options.values() if isinstance(x, Tensor)]
     with torch.enable_grad():
         own_out, own_lse = attention(call._replace(**leaves, score=call.score._replace(**options)))
-        share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0).detach()
-        dlse = ((own_out - out) * dout).sum(-1).mT.to(lse.dtype) * share
-        asked = [*leaves.values(), *slopes, *(x for x in captured if x.requires_grad)]
-        given = dout * share.mT.unsqueeze(-1).to(dout.dtype), dlse
-        found = torch.autograd.grad((own_out, own_lse), asked, given, materialize_grads=True)
-    rest = iter(found[3 + len(slopes) :])
-    of_captured = [next(rest) if x.requires_grad else None for x in captured]
-    return PieceGradients(*found[:3], found[3] if slopes else lse.new_empty(0), of_captured)
+        weight = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0).detach()
+        dlse = ((own_out - out) * dout).sum(-1).mT.to(lse.dtype) * weight
+        inputs = [*leaves.values(), *slopes, *(x for x in captured if x.requires_grad)]
+        given = dout * weight.mT.unsqueeze(-1).to(dout.dtype), dlse
+        grads = torch.autograd.grad((own_out, own_lse), inputs, given, materialize_grads=True)
+    rest = iter(grads[3 + len(slopes) :])
+    captured_grads = [next(rest) if x.requires_grad else None for x in captured]
+    return PieceGradients(*grads[:3], grads[3] if slopes else lse.new_empty(0), captured_grads)
 
 
 def prepare(call: Call) -> None:
@@ -97,13 +97,18 @@ def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """
     descales, packing = call.descales, call.packing
     if call.kv is not None:
-        return _times(call.q, descales.q_descale, call.kv.cu_seqlens_q), None, None
-    of_q, of_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    k, v = _times(call.k, descales.k_descale, of_k), _times(call.v, descales.v_descale, of_k)
-    return _times(call.q, descales.q_descale, of_q), k, v
+        return _scaled(call.q, descales.q_descale, call.kv.cu_seqlens_q), None, None
+    cu_seqlens_q, cu_seqlens_k = (
+        (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    )
+    k, v = (
+        _scaled(call.k, descales.k_descale, cu_seqlens_k),
+        _scaled(call.v, descales.v_descale, cu_seqlens_k),
+    )
+    return _scaled(call.q, descales.q_descale, cu_seqlens_q), k, v
 
 
-def _times(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _scaled(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.float() * per_token(descale, x.shape[-3], cu_seqlens)
 
 

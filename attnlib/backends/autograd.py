@@ -53,7 +53,13 @@ class Operators:
                 _vmap,
             ),
             Operator(
-                f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap
+                f"{name}_backward{BACKWARD}",
+                backward,
+                fake_backward,
+                backward_flops,
+                _no_second_derivative,
+                None,
+                _vmap,
             ),
         )
 
@@ -93,9 +99,9 @@ class Operators:
         LSE, q, k and v, and returns dq, dk and dv, or None if it cannot run. Without ``lse`` only the output
         is differentiable, and no LSE is returned.
         """
-        again = Again(run, partial(self._repeated_gradients, backward, a[3:]), lse)
+        cached = CachedCall(run, partial(self._replay_gradients, backward, a[3:]), lse)
         # Function.apply would first check for functorch transforms, under which no call is cached.
-        apply = partial(super(torch.autograd.Function, _Repeated).apply, again)
+        apply = partial(super(torch.autograd.Function, _Replay).apply, cached)
         return lambda q, k, v, descales=None: apply(q, k, v) if lse else (apply(q, k, v), None)
 
     def gradients(
@@ -115,22 +121,22 @@ class Operators:
             parts = [grad if grad is None else grad.to(x.dtype) for x, grad in pairs]
         return *given, *(None,) * (TENSORS - len(given)), parts, *(None,) * (len(a) - TENSORS - 1)
 
-    def of_piece(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+    def chunk_gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
         """Return the contribution of a chunk to the gradients of a larger call.
 
         ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
         """
         a = flat(call)
         dq, dk, dv, dslopes, _, captured = self.backward(dout, None, out, lse, *a)
-        of_mask = 0 if call.functions is None else len(call.functions.mask_tensors)
-        return PieceGradients(dq, dk, dv, dslopes, apart(captured, a)[of_mask:])
+        mask_count = 0 if call.functions is None else len(call.functions.mask_tensors)
+        return PieceGradients(dq, dk, dv, dslopes, apart(captured, a)[mask_count:])
 
-    def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
+    def _replay_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
         dout = torch.zeros_like(out) if dout is None else dout
         if _is_followed(dout, dlse, out, q):
             run = self._operator("backward")
-        elif dlse is None and (found := backward(dout, out, lse, q, k, v)) is not None:
-            return found
+        elif dlse is None and (grads := backward(dout, out, lse, q, k, v)) is not None:
+            return grads
         else:
             run = self.backward
         dq, dk, dv, *_ = run(dout, dlse, out, lse, q, k, v, *rest)
@@ -169,7 +175,7 @@ class _Attention(torch.autograd.Function):
         return None, None, *given[:WITH_GRADIENTS], *(given[TENSORS] or ())
 
 
-class Again(NamedTuple):
+class CachedCall(NamedTuple):
     """A cached call: its forward, its gradients, and whether it returns an LSE."""
 
     run: Run
@@ -177,16 +183,16 @@ class Again(NamedTuple):
     lse: bool
 
 
-class _Repeated(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
     """A cached call as an autograd.Function. It has few arguments, since torch takes time for each."""
 
     @staticmethod
-    def forward(ctx, again: Again, q, k, v):
-        out, lse = again.run(q, k, v)
+    def forward(ctx, cached: CachedCall, q, k, v):
+        out, lse = cached.run(q, k, v)
         # The first call saves the same tensors; a checkpoint may compare the two calls.
         ctx.save_for_backward(out, lse, q, k, v)
-        ctx.gradients = again.gradients
-        if not again.lse:
+        ctx.gradients = cached.gradients
+        if not cached.lse:
             return out
         ctx.set_materialize_grads(False)
         return out, lse
@@ -214,7 +220,7 @@ def _no_backward(ctx, *grads):
     raise RuntimeError(NO_BACKWARD)
 
 
-def _no_second(ctx, *grads):
+def _no_second_derivative(ctx, *grads):
     raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
@@ -226,18 +232,18 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
     """
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
     leading = len(inputs) - len(Arguments._fields) + 3  # a backward has four tensors before q, k and v
-    alike = all((x is None) == (dim is None) for x, dim in pairs[:leading])
-    if alike and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
+    all_mapped = all((x is None) == (dim is None) for x, dim in pairs[:leading])
+    if all_mapped and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
         joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]
         results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *inputs[leading:])]
     else:
-        each = [operator(*(_selected(x, dim, i) for x, dim in pairs)) for i in range(n)]
+        each = [operator(*(_sliced(x, dim, i) for x, dim in pairs)) for i in range(n)]
         results = [torch.stack(x) for x in zip(*each, strict=True)]
     return tuple(results), (0,) * len(results)
 
 
-def _selected(x: object, dim: object, i: int) -> object:
+def _sliced(x: object, dim: object, i: int) -> object:
     """Return the slice of an argument that the ``i``-th call under vmap takes."""
     if isinstance(x, list):
-        return [_selected(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
+        return [_sliced(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
     return x if dim is None else x.select(dim, i)

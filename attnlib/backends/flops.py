@@ -38,7 +38,7 @@ def _pairs(a: Arguments) -> int:
 
     If the offsets are fake, every sequence counts as the longest.
     """
-    if a.cu_seqlens_q is None or _unknown(a.cu_seqlens_q):
+    if a.cu_seqlens_q is None or _is_fake(a.cu_seqlens_q):
         return prod(a.q.shape[:-2]) * (a.k.shape[-3] if a.max_seqlen_k is None else a.max_seqlen_k)
     return int((a.cu_seqlens_q.diff().long() * a.cu_seqlens_k.diff()).sum())
 
@@ -48,13 +48,13 @@ def _cached_pairs(a: CachedArguments) -> int:
 
     If the lengths are fake, the page table counts as full.
     """
-    if _unknown(a.lengths):
+    if _is_fake(a.lengths):
         return prod(a.q.shape[:-2]) * a.table.shape[1] * a.k.shape[1]
     queries = a.q.shape[1] if a.cu_seqlens_q is None else a.cu_seqlens_q.diff()
     return int(((a.lengths - a.starts).long().clamp(min=0) * queries).sum())
 
 
-def _unknown(x: Tensor) -> bool:
+def _is_fake(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # FakeTensor is a subclass
 
 

@@ -158,8 +158,8 @@ def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | 
     """Return the tensors that the mask and score functions capture, and the text of both programs."""
     if (functions := call.functions) is None:
         return None, None, None
-    texts = (None if x is None else x.text for x in (functions.mask, functions.score))
-    return [*functions.mask_tensors, *functions.score_tensors] or None, *texts
+    programs = (None if x is None else x.text for x in (functions.mask, functions.score))
+    return [*functions.mask_tensors, *functions.score_tensors] or None, *programs
 
 
 def _learns(call: Call) -> bool:
@@ -201,12 +201,12 @@ def functions_of(a: AnyArguments) -> Functions | None:
     if a.mask_program is a.score_program is None:
         return None
     mask, score = (None if text is None else Program(text) for text in (a.mask_program, a.score_program))
-    of_mask = 0 if mask is None else len(mask.parsed.captured)
+    mask_count = 0 if mask is None else len(mask.parsed.captured)
     captured = tuple(a.captured or ())
-    return Functions(mask, score, captured[:of_mask], captured[of_mask:])
+    return Functions(mask, score, captured[:mask_count], captured[mask_count:])
 
 
-def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
+def mask_and_score(a: AnyArguments) -> tuple[Mask, Score]:
     """Return the mask's band, and the options that turn q·k into a score."""
     return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
 
@@ -259,8 +259,8 @@ def learnt(a: Arguments) -> list[bool]:
     A captured tensor has a gradient if it is floating-point, scores read it, and ``a.learns``.
     """
     functions = functions_of(a)
-    of_mask = 0 if functions is None else len(functions.mask_tensors)
-    return [a.learns and n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
+    mask_count = 0 if functions is None else len(functions.mask_tensors)
+    return [a.learns and n >= mask_count and x.is_floating_point() for n, x in enumerate(a.captured or ())]
 
 
 def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:
@@ -288,10 +288,10 @@ def option_grads(
     dout) - dlse``, in the shape of the LSE. Either may be None if no option needs it. A sink is a key whose
     value is zero, so its gradient is its probability times ``0 - delta``.
     """
-    of_slopes, of_sinks = lse.new_empty(0), lse.new_empty(0)
+    slope_grads, sink_grads = lse.new_empty(0), lse.new_empty(0)
     if a.alibi_slopes is not None:
-        of_slopes = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
+        slope_grads = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
     if a.sinks is not None:
         dsinks = torch.where(lse.isinf(), 0, -torch.exp(a.sinks.to(lse.dtype)[:, None] - lse) * delta)
-        of_sinks = dsinks.transpose(0, -2).flatten(1).sum(1).to(a.sinks.dtype)
-    return of_slopes, of_sinks
+        sink_grads = dsinks.transpose(0, -2).flatten(1).sum(1).to(a.sinks.dtype)
+    return slope_grads, sink_grads

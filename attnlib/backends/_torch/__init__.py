@@ -63,7 +63,7 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
 
     ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
     """
-    return OPERATORS.of_piece(call, dout, out, lse)
+    return OPERATORS.chunk_gradients(call, dout, out, lse)
 
 
 def prepare(call: Call) -> None:

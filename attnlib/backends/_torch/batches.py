@@ -9,7 +9,7 @@ from torch import Tensor
 from ...call.call import Dropout, Origin, Packing, Score
 from ...call.functions import Functions
 from ...masks.band import Mask
-from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
+from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, mask_and_score, result_dtype
 from .pages import Index, Keys
 
 
@@ -39,11 +39,11 @@ class Batch(NamedTuple):
     value_factor: Tensor | None
     functions: Functions | None
 
-    def of(self, x: Tensor) -> Tensor:
+    def select(self, x: Tensor) -> Tensor:
         """Return the batch's part of a tensor ``[..., s, h, *]`` of the call."""
         return _at(x, self.index)
 
-    def of_lse(self, x: Tensor) -> Tensor:
+    def select_lse(self, x: Tensor) -> Tensor:
         """Return the batch's part of a tensor ``[..., h, s]`` of the call."""
         return x.mT[self.index].mT if self.index else x
 
@@ -130,7 +130,7 @@ def _batch(
     """
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
-    mask, score = rule_of(a)
+    mask, score = mask_and_score(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
     mask = mask.counted_from(origin.key)
     return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions)
@@ -142,12 +142,14 @@ def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]
     ``q`` is ``[b, s, h, d]``. Over a cache only the queries have a descale, since stored keys and values have
     their own scales.
     """
-    (b, s, h, _), of_scores, of_values = q.shape, a.q_descale[n : n + q.shape[0]], None
+    (b, s, h, _), score_factor, value_factor = q.shape, a.q_descale[n : n + q.shape[0]], None
     if isinstance(a, Arguments):
-        of_k, of_v = (rows_of[n : n + b] for rows_of in (a.k_descale, a.v_descale))
-        of_k, of_values = (x[..., None].expand(-1, -1, h // x.shape[1]).flatten(1) for x in (of_k, of_v))
-        of_scores = of_scores * of_k
-    return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (of_scores, of_values))
+        k_factor, v_factor = (rows_of[n : n + b] for rows_of in (a.k_descale, a.v_descale))
+        k_factor, value_factor = (
+            x[..., None].expand(-1, -1, h // x.shape[1]).flatten(1) for x in (k_factor, v_factor)
+        )
+        score_factor = score_factor * k_factor
+    return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (score_factor, value_factor))
 
 
 def _at(x: Tensor, index: Index) -> Tensor:

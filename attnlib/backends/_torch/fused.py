@@ -120,7 +120,7 @@ def _try(fused: _Fused) -> None:
         out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
         found = out, lse, *fused.backward(dout, q, k, v, out, lse, 0.0, causal, scale=0.5)
         for x, exact, near in zip(
-            found, _written_out(causal, *wide), _written_out(causal, q, k, v, dout), strict=True
+            found, _by_formula(causal, *wide), _by_formula(causal, q, k, v, dout), strict=True
         ):
             _compare(x, exact, near)
         q[..., 3, :] = torch.nan
@@ -137,7 +137,7 @@ def _numbers(n: int) -> Tensor:
     return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
 
 
-def _written_out(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+def _by_formula(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """Return the output, the LSE and the gradients of q, k and v by the formula."""
     scores = 0.5 * q @ k.mT
     if causal:

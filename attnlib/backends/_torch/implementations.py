@@ -66,8 +66,12 @@ def _backward(dout, dlse, out, lse, *arguments):
         The last is 0 from fused attention, which never runs with slopes.
         """
         if causal is None:
-            return tiles.backward(batch, batch.of(dout), batch.of_lse(lse), batch.of_lse(delta), dcaptured)
-        return *fused.backward(batch, causal, batch.of(dout), batch.of(out), batch.of_lse(lse)), 0.0
+            return tiles.backward(
+                batch, batch.select(dout), batch.select_lse(lse), batch.select_lse(delta), dcaptured
+            )
+        return *fused.backward(
+            batch, causal, batch.select(dout), batch.select(out), batch.select_lse(lse)
+        ), 0.0
 
     if plan and not plan[0][0].index:
         dq, dk, dv, dslopes = differentiate(*plan[0])
@@ -76,17 +80,17 @@ def _backward(dout, dlse, out, lse, *arguments):
     dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in plan), a.q.shape[-2])
     for batch, causal in plan:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
-        of_k, of_v = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
-        dq[batch.index], of_k[:], of_v[:], dslopes[sequences] = differentiate(batch, causal)
+        own_dk, own_dv = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
+        dq[batch.index], own_dk[:], own_dv[:], dslopes[sequences] = differentiate(batch, causal)
     return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
 
 
 def _write(k, v, new_k, new_v, slots):
     slots = slots.flatten()
-    kept = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
+    valid = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
     for plane, new in ((k, new_k), (v, new_v)):
         if plane is not None:
-            pages.store(plane, new, slots, kept)
+            pages.store(plane, new, slots, valid)
 
 
 WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"

@@ -26,23 +26,23 @@ def differentiated(
     captured tensors are added to ``grads``, in which all floating-point ones lie side by side.
     """
     firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
-    brought = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
+    operand = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
 
-    def shown(x: Operand) -> Tensor:
-        whole = brought(x, FLOAT).broadcast_to(d.shape)
+    def visible(x: Operand) -> Tensor:
+        whole = operand(x, FLOAT).broadcast_to(d.shape)
         # A function may return NaN for hidden pairs.
         return whole if hidden is None else whole.masked_fill(hidden, 0)
 
     for tensor, indices, value in by.reads:
         n = int(tensor.name[1:])
         at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
-        for x, size, stride in zip(indices, tensors[n].shape, _contiguous(tensors[n]), strict=True):
-            at = at + index_at(x, size, brought, INT64) * stride
-        value = shown(value).sum_to_size(at.shape)  # add up what goes to the same element
+        for x, size, stride in zip(indices, tensors[n].shape, _contiguous_strides(tensors[n]), strict=True):
+            at = at + index_at(x, size, operand, INT64) * stride
+        value = visible(value).sum_to_size(at.shape)  # add up what goes to the same element
         grads.index_add_(0, at.flatten(), value.flatten())
-    return shown(by.score)
+    return visible(by.score)
 
 
-def _contiguous(x: Tensor) -> Sequence[int]:
+def _contiguous_strides(x: Tensor) -> Sequence[int]:
     """Return the strides of a contiguous tensor with the shape of ``x``."""
     return torch.empty(x.shape, device="meta").stride()

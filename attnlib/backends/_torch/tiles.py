@@ -36,7 +36,7 @@ class QueryBlock(NamedTuple):
     stop: int
     q: Tensor  # [n * g, f * s, d], scaled, in the dtype of scores
 
-    def of(self, x: Tensor) -> Tensor:
+    def column(self, x: Tensor) -> Tensor:
         """Return one number per query as a column, ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
         return x[self.sequences, :, self.rows].reshape(*self.q.shape[:2], 1)
 
@@ -67,7 +67,7 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
     for block in _query_blocks(batch):
-        m_i = block.of(lse)
+        m_i = block.column(lse)
         l_i = (m_i > -torch.inf).to(m_i.dtype)
         acc = block.q.new_zeros(*block.q.shape[:2], out.shape[-1])
         for start, stop in _key_ranges(batch.keys, block):
@@ -82,7 +82,7 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
             acc = acc * correction + tile.dropped(p) @ tile.v
             m_i = new_m
             del tile, p  # lets the next tile reuse their memory, which saves 8 % of the time
-        acc = acc if batch.value_factor is None else acc * block.of(batch.value_factor)
+        acc = acc if batch.value_factor is None else acc * block.column(batch.value_factor)
         own_lse, own_out = lse[block.sequences, :, block.rows], out[block.sequences, block.rows]
         own_lse.copy_((m_i + l_i.log()).view_as(own_lse))
         own_out.copy_(unrows(acc / l_i.masked_fill(l_i == 0, 1), own_out.shape))
@@ -109,7 +109,7 @@ def backward(
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):
         do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
-        row_lse, row_delta, row_dq = block.of(lse), block.of(delta), torch.zeros_like(block.q)
+        row_lse, row_delta, row_dq = block.column(lse), block.column(delta), torch.zeros_like(block.q)
         for start, stop in _key_ranges(keys, block):
             if (tile := _tile(batch, block, start, stop)) is None:
                 continue
@@ -117,7 +117,7 @@ def backward(
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
             _hide(ds, tile.hidden, h, 0)
             if by_score is not None:
-                ds = _unchanged(batch, by_score, tile, ds, dcaptured)
+                ds = _score_backward(batch, by_score, tile, ds, dcaptured)
             if tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum(
                     (-1, -2)
@@ -153,7 +153,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
             block = QueryBlock(*at, max(start, keys.start), stop, own)
             factor = batch.score_factor
-            yield block if factor is None else block._replace(q=own * block.of(factor))
+            yield block if factor is None else block._replace(q=own * block.column(factor))
 
 
 def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
@@ -189,7 +189,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
         scores = (scores.view(-1, h, *distance.shape) - _slopes(batch, block) * distance).view_as(scores)
     if batch.functions is not None and batch.functions.score is not None:
         indices |= {"score": scores.view(-1, h, *i.shape[:1], *j.shape)}
-        scores = _changed(batch, indices, hidden).view_as(scores)
+        scores = _score_forward(batch, indices, hidden).view_as(scores)
     _hide(scores, hidden, h, -torch.inf)
     if batch.dropout.p > 0:
         weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
@@ -241,22 +241,22 @@ def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str,
 def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
     """Return the pairs that the band or the mask function hides, as bool ``[n or 1, h or 1, s, t]``."""
     functions = batch.functions
-    seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_counted(batch, hidden))
+    seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_checked_pairs(batch, hidden))
     shape = (indices["i"].shape[0], indices["j"].shape[0])
     seen = seen.broadcast_to((*(1,) * (4 - seen.dim()), *seen.shape)[:2] + shape)
     return ~seen if hidden is None else hidden | ~seen
 
 
-def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
+def _score_forward(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
     """Return the scores of a tile after the score function, in new memory."""
     functions, score = batch.functions, indices["score"]
     changed = evaluated(
-        functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden)
+        functions.score, indices, functions.score_tensors, score.dtype, counted=_checked_pairs(batch, hidden)
     )
     return changed.broadcast_to(score.shape).clone()
 
 
-def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
+def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
     """Return the gradient of the scores before the score function, given ``ds`` after it.
 
     Adds the gradients of the tensors that the function captures to ``dcaptured``.
@@ -266,7 +266,7 @@ def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: 
     return found.reshape(ds.shape)
 
 
-def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:
+def _checked_pairs(batch: Batch, hidden: Tensor | None) -> Tensor | None:
     """Return the pairs whose indices are checked with ``ATTNLIB_CHECK=1``: all that may be visible.
 
     None means that checks are off.

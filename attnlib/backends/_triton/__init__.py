@@ -79,7 +79,7 @@ class TritonBackend:
 
         ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
         """
-        return self.dense.operators.of_piece(call, dout, out, lse)
+        return self.dense.operators.chunk_gradients(call, dout, out, lse)
 
     def prepare(self, call: Call) -> Run | None:
         """Return a faster function that repeats this call on tensors of the same layouts, or None."""

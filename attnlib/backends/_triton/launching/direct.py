@@ -68,7 +68,7 @@ def _compare_streams(private: Streams) -> None:
             raise RuntimeError(f"it returns device and stream {found}, but public functions return {public}")
 
 
-class Started(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A cached launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
 
     Attributes:

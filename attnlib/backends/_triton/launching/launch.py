@@ -19,7 +19,7 @@ from ....internal.probes import NotNow, answer
 from ....internal.watched import refuse_trials
 from . import direct
 from .config import LaunchConfig
-from .direct import STREAM, Started, starting, streams
+from .direct import STREAM, CachedLaunch, starting, streams
 from .forms import aligned, forms
 from .gluon_names import missing_names
 
@@ -130,37 +130,37 @@ class Launch:
         self.options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._started: dict[object, Started] = {}  # by everything that Triton specializes on
+        self._cached: dict[object, CachedLaunch] = {}  # by everything that Triton specializes on
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
         """Launch on tensors by name, on the current stream of their device; other tensors are ignored."""
         if not self.programs:
             return
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
-        started = self.started(addresses, read)
-        if started is None or (stream := started.stream()) is None:
-            self._ask(tensors)
+        cached = self.cached(addresses, read)
+        if cached is None or (stream := cached.stream()) is None:
+            self._launch_and_cache(tensors)
             return
-        arguments = started.arguments.copy()
+        arguments = cached.arguments.copy()
         arguments[STREAM] = stream
-        arguments[started.first : started.first + len(addresses)] = addresses
-        for place, name, descriptors in started.descriptors:
+        arguments[cached.first : cached.first + len(addresses)] = addresses
+        for place, name, descriptors in cached.descriptors:
             arguments[place] = descriptors[tensors[name].data_ptr()]
-        arguments[started.read : started.read + len(read)] = read
-        started.start(*arguments)
+        arguments[cached.read : cached.read + len(read)] = read
+        cached.start(*arguments)
 
     def addresses(self, tensors: dict[str, Tensor | None]) -> list[int | None]:
         """Return the addresses of the kernel's tensors, in the order of its parameters."""
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
-    def started(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> Started | None:
+    def cached(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> CachedLaunch | None:
         """Return the cached launch, or None before the first one through Triton.
 
         Addresses count by their alignment, and captured tensors by the properties that Triton specializes on.
         """
-        return self._started.get((aligned(addresses), forms(read)))
+        return self._cached.get((aligned(addresses), forms(read)))
 
-    def _ask(self, tensors: dict[str, Tensor | None]) -> None:
+    def _launch_and_cache(self, tensors: dict[str, Tensor | None]) -> None:
         """Launch through Triton, and cache the launch if it may be direct."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
@@ -196,7 +196,7 @@ class Launch:
         # None in place of captured tensors, which the cached launch must not keep alive.
         arguments += [*(() if x == () else None for x in read), *self._values]
         device, ask = self._pick(tensors)[0].get_device(), streams()
-        self._started[aligned(addresses), forms(read)] = Started(
+        self._cached[aligned(addresses), forms(read)] = CachedLaunch(
             device, ask, runtime, start, arguments, first, places, at
         )
 
@@ -221,8 +221,8 @@ def _compare_bits(descriptors: bool) -> None:
     out = [torch.zeros_like(part) for part in expected]
     tensors = [{"x": part, "out": y, **more} for part, y in zip(x, out, strict=True)]
     launch.remember(*launch.through_triton(tensors[0]), tensors[0])
-    started = launch.started(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
-    if started.stream() is None:
+    cached = launch.cached(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
+    if cached.stream() is None:
         raise NotNow("since a profiler follows launches")
     launch.on(tensors[1])
     if not torch.equal(torch.stack(out), expected):
