@@ -94,7 +94,7 @@ def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
 def store(plane: Tensor, new: Tensor, slots: Tensor, valid: Tensor | None) -> None:
     """Write one token per slot into ``plane`` ``[pages, page_size, ...]``.
 
-    ``kept`` marks the slots to write; None means all.
+    ``valid`` marks the slots to write; None means all.
     """
     new = new.reshape(slots.shape[0], *plane.shape[2:])
     if valid is not None:
