@@ -60,9 +60,9 @@ def causality(batch: Batch) -> bool | None:
         or batch.dropout.p
         or batch.score_factor is not None
         or batch.functions is not None
+        or q.shape[-1] != keys.v.shape[-1]
+        or not keys.at_once
     ):
-        return None
-    if q.shape[-1] != keys.v.shape[-1] or not keys.at_once:
         return None
     if mask.covers(first, first + s, keys.start, keys.stop):
         causal = False
