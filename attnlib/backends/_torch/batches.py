@@ -101,8 +101,10 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         _, start, stop, origin = each[n]
         pages = table[n][start // size : -(-stop // size)]
         if start < stop and (min(pages) < 0 or max(pages) + m - n > a.k.shape[0]):
-            found = f"{min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
-            raise ValueError(f"table: expected pages in [0, {a.k.shape[0]}), got {found}")
+            raise ValueError(
+                f"table: expected pages in [0, {a.k.shape[0]}), "
+                f"got {min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
+            )
         keys = Keys(a.k, v, a.k_tail, a.k_scale, v_scale, result_dtype(a.q.dtype), pages, start, stop)
         index = () if m - n == len(lengths) else (slice(n, m),)
         if offsets is not None:
@@ -130,10 +132,11 @@ def _batch(
     """
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
-    mask, score = mask_and_score(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
-    mask = mask.counted_from(origin.key)
-    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions)
+    mask, score = mask_and_score(a)
+    return Batch(
+        q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin, *factors, functions
+    )
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -144,9 +147,9 @@ def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]
     """
     (b, s, h, _), score_factor, value_factor = q.shape, a.q_descale[n : n + q.shape[0]], None
     if isinstance(a, Arguments):
-        k_factor, v_factor = (rows_of[n : n + b] for rows_of in (a.k_descale, a.v_descale))
         k_factor, value_factor = (
-            x[..., None].expand(-1, -1, h // x.shape[1]).flatten(1) for x in (k_factor, v_factor)
+            x[n : n + b, :, None].expand(-1, -1, h // x.shape[1]).flatten(1)
+            for x in (a.k_descale, a.v_descale)
         )
         score_factor = score_factor * k_factor
     return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (score_factor, value_factor))
