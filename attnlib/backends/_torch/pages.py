@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...fp8 import E4M3, OF_ZEROS
+
 KEYS = 512  # keys per tile, at most
-# The scale of an all-zero token, below all other scales, so it is never the largest if another one counts.
-OF_ZEROS = 2.0**-40
 Index = tuple[slice | None, ...]
 
 
@@ -86,6 +86,7 @@ def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     limit = 127.0 if store == torch.int8 else torch.finfo(store).max
     scale = x.abs().amax(-1) / limit
+    # The scale of a zero vector is below all others, so it is never the largest if another one counts.
     scale = torch.where(scale == 0, OF_ZEROS, scale)
     scaled = x / scale[..., None]
     return (scaled.round() if store == torch.int8 else scaled).to(store), scale
@@ -108,4 +109,4 @@ def store(plane: Tensor, new: Tensor, slots: Tensor, valid: Tensor | None) -> No
 
 def _bytes(x: Tensor) -> Tensor:
     """Return fp8 values as bytes, since torch 2.11 cannot index fp8 on a CPU; other dtypes as they are."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    return x.view(torch.uint8) if x.dtype == E4M3 else x
