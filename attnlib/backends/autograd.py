@@ -139,8 +139,7 @@ class Operators:
             return grads
         else:
             run = self.backward
-        dq, dk, dv, *_ = run(dout, dlse, out, lse, q, k, v, *rest)
-        return dq, dk, dv
+        return run(dout, dlse, out, lse, q, k, v, *rest)[:3]
 
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default

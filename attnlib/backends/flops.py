@@ -70,5 +70,10 @@ cached_flops: Callable[..., int] = _formula(CachedArguments, _cached_pairs, d=1,
 def formulas() -> Mapping[object, Callable[..., int]]:
     """Return the FLOP formula of each attention operator; the backends must be loaded."""
     kinds = {"forward": forward_flops, "backward": backward_flops, "cached": cached_flops}
-    named = ((f"{backend}_{kind}", flops) for backend in BACKENDS for kind, flops in kinds.items())
-    return MappingProxyType({getattr(torch.ops.attnlib, name): flops for name, flops in named})
+    return MappingProxyType(
+        {
+            getattr(torch.ops.attnlib, f"{backend}_{kind}"): flops
+            for backend in BACKENDS
+            for kind, flops in kinds.items()
+        }
+    )

@@ -167,10 +167,8 @@ def _learns(call: Call) -> bool:
 
     Also True under a transform, which does not reveal it.
     """
-    if call.functions is None:
-        return False
-    return is_transforming() or (
-        call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors)
+    return call.functions is not None and (
+        is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
     )
 
 

@@ -47,8 +47,7 @@ class Bounds(NamedTuple):
 
     def inputs(self) -> dict[str, Range]:
         """Return the range of each index; queries start below 0 if there are more queries than keys."""
-        of_tokens = Range(-self.tokens, self.tokens - 1)
-        known = dict.fromkeys(INDICES, of_tokens)
+        known = dict.fromkeys(INDICES, Range(-self.tokens, self.tokens - 1))
         return known | {"b": Range(0, self.sequences - 1), "h": Range(0, self.heads - 1)}
 
 
