@@ -240,23 +240,22 @@ def failures(arch: int) -> list[str]:
 
 
 class _Gluon(NamedTuple):
-    """The Gluon trial: True if this Triton has all names that the Hopper kernels use, else the reasons."""
+    """The Gluon trial: one failure if this Triton lacks names that the dedicated Hopper kernels use."""
 
-    is_there: bool
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...]
 
 
 def has_gluon() -> bool:
     """True if this Triton has all of Gluon that the dedicated Hopper kernels use."""
     found = answer(GLUON, _find_gluon)
-    return found is not None and found.is_there
+    return found is not None and not found.failures
 
 
 def _find_gluon() -> _Gluon:
     if not (missing := missing_names()):
-        return _Gluon(True)
+        return _Gluon(())
     named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more names" if len(missing) > 3 else "")
-    return _Gluon(False, (f"{GLUON}: this Triton lacks {named}; the generic kernels run, which are slower",))
+    return _Gluon((f"{GLUON}: this Triton lacks {named}; the generic kernels run, which are slower",))
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
