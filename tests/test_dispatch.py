@@ -80,7 +80,7 @@ FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
         ({"grad": True, "head_dim": 320}, "has a backward for heads of up to 256, got 320"),
         ({"kind": "cached", "grad": True}, "cached attention has no backward"),
         ({"kind": "cached", "arch": 80, "layout": FP8}, "reads fp8 caches from sm_89 on, got sm_80"),
-        ({"value_dim": 640}, "has tiles for heads of up to 576, got 640"),
+        ({"value_dim": 640}, "has kernels for heads of up to 576, got 640"),
     ],
 )
 def test_what_triton_refuses(changes, reason):

@@ -1,1 +1,1 @@
-"""Backends: each answers with the reasons it cannot solve a spec, and runs what it can."""
+"""Backends: each reports why it cannot run a call, and runs those it can."""

@@ -1,4 +1,4 @@
-"""The reference backend: the definition, sequence by sequence and query by query."""
+"""The reference backend: attention by its definition, sequence by sequence and query by query."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,37 +17,37 @@ from .operators import result_dtype, wide
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
-    """Why this backend cannot run ``spec``."""
+    """Return the reasons why this backend cannot run ``spec``."""
     return spec.without_backward
 
 
 def slow(spec: AttentionSpec) -> list[str]:
-    """Why this backend would copy K or V, materialise scores, or wait for the device."""
+    """Return the reasons why this backend is slow, the same for every call."""
     return ["runs the definition, one query at a time, and copies the keys each query sees"]
 
 
 def failures(spec: AttentionSpec) -> list[str]:
-    """Nothing: it uses public functions alone."""
+    """Return no failures, since this backend uses only public functions."""
     return []
 
 
 def variant(call: Call) -> str:
-    """Nothing: one code runs all calls."""
+    """Return an empty name, since all calls run the same code."""
     return ""
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention and its LSE, with gradients where keys are tensors."""
+    """Return the output and LSE, with gradients if keys and values are tensors."""
     q, k, v, score = call.q, call.k, call.v, call.score
     if call.descales is not None:
         q, k, v = _dequantized(call)
         call = call._replace(q=q, k=k, v=v)
-    # The score's tensors get its dtype once, so that their gradients add up in it.
+    # Convert the tensors of the score to its dtype only once, so that their gradients are summed in it.
     call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
     outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
-    # Queries that belong to no sequence. They depend on no number of any tensor, but on all of them to
-    # autograd.
+    # Queries outside every sequence get an output of 0 and an LSE of -inf. Adding empty slices of all tensors
+    # connects them to autograd.
     rest = q.flatten(0, -3)[sum(map(len, outs)) :]
     others = k, v, *score.tensors.values(), *(() if score.function is None else score.function.tensors)
     zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].to(wide(q)).sum() for x in others if x is not None)
@@ -61,14 +61,14 @@ cached_attention = attention
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-    """The gradients of a piece of a larger call, of which these are the parts at its queries.
+    """Return the contribution of a chunk to the gradients of a larger call.
 
-    The whole's output is the sum of those of its pieces, each times ``exp(own LSE - whole LSE)``.
+    ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries. The larger call's output is
+    the sum of the outputs of its chunks, each weighted by ``exp(own LSE - whole LSE)``.
     """
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    options = {
-        name: x.detach().requires_grad_() for name, x in call.score.tensors.items()
-    }  # slopes; a piece has no sinks
+    # Only ALiBi slopes: a chunk has no sinks.
+    options = {name: x.detach().requires_grad_() for name, x in call.score.tensors.items()}
     function, captured = call.score.function, []
     if function is not None:
         captured = [x.detach().requires_grad_(x.is_floating_point()) for x in function.tensors]
@@ -76,38 +76,44 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
     slopes = [x for x in options.values() if isinstance(x, Tensor)]
     with torch.enable_grad():
         own_out, own_lse = attention(call._replace(**leaves, score=call.score._replace(**options)))
-        share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0).detach()
-        dlse = ((own_out - out) * dout).sum(-1).mT.to(lse.dtype) * share
-        asked = [*leaves.values(), *slopes, *(x for x in captured if x.requires_grad)]
-        given = dout * share.mT.unsqueeze(-1).to(dout.dtype), dlse
-        found = torch.autograd.grad((own_out, own_lse), asked, given, materialize_grads=True)
-    rest = iter(found[3 + len(slopes) :])
-    of_captured = [next(rest) if x.requires_grad else None for x in captured]
-    return PieceGradients(*found[:3], found[3] if slopes else lse.new_empty(0), of_captured)
+        weight = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0).detach()
+        dlse = ((own_out - out) * dout).sum(-1).mT.to(lse.dtype) * weight
+        inputs = [*leaves.values(), *slopes, *(x for x in captured if x.requires_grad)]
+        given = dout * weight.mT.unsqueeze(-1).to(dout.dtype), dlse
+        grads = torch.autograd.grad((own_out, own_lse), inputs, given, materialize_grads=True)
+    rest = iter(grads[3 + len(slopes) :])
+    captured_grads = [next(rest) if x.requires_grad else None for x in captured]
+    return PieceGradients(*grads[:3], grads[3] if slopes else lse.new_empty(0), captured_grads)
 
 
 def prepare(call: Call) -> None:
-    """No call is quicker the second time."""
+    """Return None: repeating a call is no faster than the first run."""
 
 
 def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """q in fp32, and k and v if they are tensors; what a cache stores is read as in any call."""
+    """Return q in fp32, and k and v if they are tensors, multiplied by their descales.
+
+    Cached keys and values are scaled when they are read.
+    """
     descales, packing = call.descales, call.packing
     if call.kv is not None:
-        return _times(call.q, descales.q_descale, call.kv.cu_seqlens_q), None, None
-    of_q, of_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    k, v = _times(call.k, descales.k_descale, of_k), _times(call.v, descales.v_descale, of_k)
-    return _times(call.q, descales.q_descale, of_q), k, v
+        return _scaled(call.q, descales.q_descale, call.kv.cu_seqlens_q), None, None
+    cu_seqlens_q, cu_seqlens_k = (
+        (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    )
+    k, v = (
+        _scaled(call.k, descales.k_descale, cu_seqlens_k),
+        _scaled(call.v, descales.v_descale, cu_seqlens_k),
+    )
+    return _scaled(call.q, descales.q_descale, cu_seqlens_q), k, v
 
 
-def _times(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _scaled(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.float() * per_token(descale, x.shape[-3], cu_seqlens)
 
 
 def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
-    """q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]`` of each sequence, and the bounds of the keys it
-    may see.
-    """
+    """Yield q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` and the visible key range of each sequence."""
     q, k, v, kv = call.q, call.k, call.v, call.kv
     if kv is not None:
         queries = (
@@ -128,7 +134,7 @@ def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
 def _sequence(
     n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """One sequence, whose keys outside ``[start, end)`` are hidden."""
+    """Return the output and LSE of sequence ``n``, whose keys outside ``[start, end)`` are hidden."""
     (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
     function = options.pop("function")
     stored = torch.arange(t, device=q.device)
@@ -153,8 +159,9 @@ def _sequence(
 
 
 def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-    """Which pairs of queries ``[s, 1]`` and keys ``[t]`` a mask shows: ``[s, t]``, or ``[h, s, t]`` by a
-    function.
+    """Return the pairs of queries ``[s, 1]`` and keys ``[t]`` that a mask shows, as bool ``[s, t]``.
+
+    For a mask function the result is ``[h, s, t]``.
     """
     if isinstance(mask, Mask):
         return mask.visible(i, j)
@@ -162,8 +169,9 @@ def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, firs
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``, which padding may
-    still be.
+    """Return the cached keys and values ``[length, g, *]`` of sequence ``n``.
+
+    Tokens before ``start`` may be padding; they are zeros here.
     """
     start = max(0, min(start, length))
     capacity, pages = kv.table.shape[1] * kv.page_size, kv.k.shape[0]

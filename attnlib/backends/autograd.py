@@ -1,9 +1,8 @@
-"""A backend's forward and backward operators as one differentiable call, also where torch maps or traces
-them.
+"""Differentiable forward and backward operators of a backend, which also work under vmap and tracing.
 
-Each operator has a gradient of its own, so that exported, traced and mapped calls keep it. Where nobody
-follows operators, a call runs what is behind them: torch takes 150 us to differentiate an operator from
-Python, 20 us for a Function (one core of an EPYC, 2026-11).
+Each operator registers its own gradient, so exported, traced and vmapped calls keep it. If nothing follows
+operators, a call bypasses the dispatcher: torch takes 150 us to differentiate an operator from Python, and 20
+us for an autograd.Function (one core of an EPYC, 2026-11).
 """
 
 from collections.abc import Callable
@@ -32,12 +31,12 @@ from .operators import (
 )
 from .registration import Operator, register
 
-Gradients = Callable[..., tuple[Tensor, ...]]  # takes a backward's dout and what follows it
-WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
+Gradients = Callable[..., tuple[Tensor, ...]]  # takes dout and a backward's other arguments
+WITH_GRADIENTS = 5  # the first arguments have gradients: q, k, v, ALiBi slopes and sinks
 
 
 class Operators:
-    """The operators ``name_forward`` and ``name_backward`` of a backend, and what they run."""
+    """The operators ``name_forward`` and ``name_backward`` of a backend, and the functions that they run."""
 
     def __init__(self, name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Gradients):
         self.name = name
@@ -54,59 +53,66 @@ class Operators:
                 _vmap,
             ),
             Operator(
-                f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap
+                f"{name}_backward{BACKWARD}",
+                backward,
+                fake_backward,
+                backward_flops,
+                _no_second_derivative,
+                None,
+                _vmap,
             ),
         )
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
-        """Output and LSE; ``grad`` says whether a gradient is asked for.
+        """Return the output and LSE, differentiable if ``grad`` is set.
 
         Raises:
             NotImplementedError: a tensor carries a forward-mode derivative.
         """
         tensors = (*arguments[:TENSORS], *(arguments.captured or ()))
-        if is_forward_mode(*tensors) and have_tangents(*tensors):  # which operators would drop
+        if is_forward_mode(*tensors) and have_tangents(*tensors):  # operators would drop the tangents
             raise NotImplementedError(
                 "attention has no forward-mode derivative; differentiate in reverse mode"
             )
         if are_watched(arguments.q, arguments.k, arguments.v):
-            if (
-                arguments.captured and is_transforming()
-            ):  # vmap sees what is mapped in no list: q is mapped as they are
+            # vmap does not see tensors in a list. Adding zeros of each makes q batched if one of them is.
+            if arguments.captured and is_transforming():
                 zeros = [torch.zeros_like(x.flatten()[0]) for x in arguments.captured]
                 arguments = arguments._replace(q=sum(zeros, arguments.q))
             return self._operator("forward")(*arguments)
         return self.differentiable(arguments) if grad else self.forward(*arguments)
 
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
+        """Return the output and LSE, differentiable, without going through torch's dispatcher.
+
+        Valid only if nothing follows operators.
+        """
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
         return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
 
     def repeated(
         self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool
     ) -> Run:
-        """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no
-        descales.
+        """Return a function that repeats a call on new q, k and v through ``run``.
 
-        ``backward`` takes dout and what was saved, and gives the gradients of these three, or None where it
-        cannot. Without ``lse`` the output alone is followed, and no LSE returned.
+        Such a call has no other tensors, so there are no descales. ``backward`` takes dout, the output, the
+        LSE, q, k and v, and returns dq, dk and dv, or None if it cannot run. Without ``lse`` only the output
+        is differentiable, and no LSE is returned.
         """
-        again = Again(run, partial(self._repeated_gradients, backward, a[3:]), lse)
-        apply = partial(
-            super(torch.autograd.Function, _Repeated).apply, again
-        )  # transforms, which it asks for, watch
+        cached = CachedCall(run, partial(self._replay_gradients, backward, a[3:]), lse)
+        # Function.apply would first check for functorch transforms, under which no call is cached.
+        apply = partial(super(torch.autograd.Function, _Replay).apply, cached)
         return lambda q, k, v, descales=None: apply(q, k, v) if lse else (apply(q, k, v), None)
 
     def gradients(
         self, ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of each argument of the forward operator, None where there is none to give."""
+        """Return the gradient of each argument of the forward operator; None for arguments without one."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors[:TENSORS], tensors[TENSORS:] or None, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         run = self._operator("backward") if _is_followed(dout, dlse, out, a.q) else self.backward
-        # It gives those of the first arguments, q, k, v, slopes and sinks, and of captured tensors.
+        # dq, dk, dv, dslopes, dsinks, and the gradients of all captured tensors side by side.
         *first, captured = run(dout, dlse, out, lse, *a)
         given = [None if x is None else grad for x, grad in zip(a, first, strict=False)]
         parts = None
@@ -115,39 +121,42 @@ class Operators:
             parts = [grad if grad is None else grad.to(x.dtype) for x, grad in pairs]
         return *given, *(None,) * (TENSORS - len(given)), parts, *(None,) * (len(a) - TENSORS - 1)
 
-    def of_piece(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-        """The gradients of a piece of a call, whose output and LSE at its queries these are."""
+    def chunk_gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+        """Return the contribution of a chunk to the gradients of a larger call.
+
+        ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+        """
         a = flat(call)
         dq, dk, dv, dslopes, _, captured = self.backward(dout, None, out, lse, *a)
-        of_mask = 0 if call.functions is None else len(call.functions.mask_tensors)
-        return PieceGradients(dq, dk, dv, dslopes, apart(captured, a)[of_mask:])
+        mask_count = 0 if call.functions is None else len(call.functions.mask_tensors)
+        return PieceGradients(dq, dk, dv, dslopes, apart(captured, a)[mask_count:])
 
-    def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
+    def _replay_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
         dout = torch.zeros_like(out) if dout is None else dout
         if _is_followed(dout, dlse, out, q):
             run = self._operator("backward")
-        elif dlse is None and (found := backward(dout, out, lse, q, k, v)) is not None:
-            return found
+        elif dlse is None and (grads := backward(dout, out, lse, q, k, v)) is not None:
+            return grads
         else:
             run = self.backward
-        dq, dk, dv, *_ = run(dout, dlse, out, lse, q, k, v, *rest)
-        return dq, dk, dv
+        return run(dout, dlse, out, lse, q, k, v, *rest)[:3]
 
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default
 
 
 def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
-    """Whether a backward must go through the dispatcher; with create_graph=True it refuses to be
-    differentiated.
+    """True if a backward must go through the dispatcher.
+
+    The operator raises if its result is differentiated again, as ``create_graph=True`` permits.
     """
     return are_watched(dout, out, q) or torch.is_grad_enabled() or are_batched(dout, dlse)
 
 
 class _Attention(torch.autograd.Function):
-    """What the forward operator runs, differentiable without the operator.
+    """The forward as an autograd.Function, without the operator.
 
-    torch looks at every argument of a Function, so that those without a gradient come as one.
+    torch inspects every argument of a Function, so the arguments without a gradient are packed into one.
     """
 
     @staticmethod
@@ -165,25 +174,24 @@ class _Attention(torch.autograd.Function):
         return None, None, *given[:WITH_GRADIENTS], *(given[TENSORS] or ())
 
 
-class Again(NamedTuple):
-    """How a call runs again: its forward, its gradients, and whether its LSE is asked for."""
+class CachedCall(NamedTuple):
+    """A cached call: its forward, its gradients, and whether it returns an LSE."""
 
     run: Run
     gradients: Gradients
     lse: bool
 
 
-class _Repeated(torch.autograd.Function):
-    """A call that came before. torch takes its time for each argument, each result and all that is saved."""
+class _Replay(torch.autograd.Function):
+    """A cached call as an autograd.Function. It has few arguments, since torch takes time for each."""
 
     @staticmethod
-    def forward(ctx, again: Again, q, k, v):
-        out, lse = again.run(q, k, v)
-        ctx.save_for_backward(
-            out, lse, q, k, v
-        )  # as the first call has, which a checkpoint may hold it against
-        ctx.gradients = again.gradients
-        if not again.lse:
+    def forward(ctx, cached: CachedCall, q, k, v):
+        out, lse = cached.run(q, k, v)
+        # The first call saves the same tensors; a checkpoint may compare the two calls.
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.gradients = cached.gradients
+        if not cached.lse:
             return out
         ctx.set_materialize_grads(False)
         return out, lse
@@ -194,8 +202,9 @@ class _Repeated(torch.autograd.Function):
 
 
 def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> torch.library.Library | None:
-    """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the
-    result.
+    """Register ``name_cached``, an operator without a backward; keep the library that is returned.
+
+    Differentiating it raises. Without a registered backward, torch would drop the gradient with a warning.
     """
     return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 
@@ -210,30 +219,30 @@ def _no_backward(ctx, *grads):
     raise RuntimeError(NO_BACKWARD)
 
 
-def _no_second(ctx, *grads):
+def _no_second_derivative(ctx, *grads):
     raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
 def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
-    """An operator under vmap.
+    """Run an operator under vmap.
 
-    Where all tensors are mapped, and there are no optional ones, what is mapped joins the batch; else it is a
-    loop.
+    If all its tensors are mapped and no optional tensors are given, the mapped dimension joins the batch.
+    Otherwise the operator runs in a loop.
     """
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
-    leading = len(inputs) - len(Arguments._fields) + 3  # before q, k and v, a backward has four others
-    alike = all((x is None) == (dim is None) for x, dim in pairs[:leading])
-    if alike and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
+    leading = len(inputs) - len(Arguments._fields) + 3  # a backward has four tensors before q, k and v
+    all_mapped = all((x is None) == (dim is None) for x, dim in pairs[:leading])
+    if all_mapped and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
         joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]
         results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *inputs[leading:])]
     else:
-        each = [operator(*(_selected(x, dim, i) for x, dim in pairs)) for i in range(n)]
+        each = [operator(*(_sliced(x, dim, i) for x, dim in pairs)) for i in range(n)]
         results = [torch.stack(x) for x in zip(*each, strict=True)]
     return tuple(results), (0,) * len(results)
 
 
-def _selected(x: object, dim: object, i: int) -> object:
-    """What of an argument the ``i``-th call takes."""
+def _sliced(x: object, dim: object, i: int) -> object:
+    """Return the slice of an argument that the ``i``-th call under vmap takes."""
     if isinstance(x, list):
-        return [_selected(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
+        return [_sliced(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
     return x if dim is None else x.select(dim, i)

@@ -1,6 +1,7 @@
-"""What attention counts as in torch's FlopCounterMode: as much as torch's own attention of the same shapes.
+"""FLOPs of attention in torch's FlopCounterMode, the same as for torch's own attention on the same shapes.
 
-A query meets every key of its sequence, whatever the mask hides. Lengths are read where they are not fake.
+A query counts with every key of its sequence, even if the mask hides some. Lengths are read from their
+tensors unless those are fake.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from .operators import Arguments, CachedArguments
 
-BACKENDS = ("torch", "triton", "triton_plain")  # that are operators
+BACKENDS = ("torch", "triton", "triton_plain")  # the backends that register operators
 
 
 def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..., int]:
-    """What an operator counts: for each pair of a query and a key so many products over d and over e.
+    """Return the FLOP formula of an operator.
 
-    ``named`` gives the names to what the operator takes.
+    Each pair of a query and a key counts as ``d`` dot products over a key's channels and ``e`` over a
+    value's. ``named`` turns the operator's arguments into a named tuple.
     """
 
     def flops(*arguments, out_val=None) -> int:
@@ -26,37 +28,39 @@ def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..
         widths = d * a.q.shape[-1] + e * (a.k if a.v is None else a.v).shape[-1]
         return 2 * a.q.shape[-2] * pairs(a) * widths
 
-    flops._get_raw = (
-        True  # what FlopCounterMode looks for in a custom_mapping; else it would hand over shapes
-    )
+    # Without this attribute, FlopCounterMode would pass shapes to a custom_mapping's function, not tensors.
+    flops._get_raw = True
     return flops
 
 
 def _pairs(a: Arguments) -> int:
-    """Queries times keys, summed over the sequences; every sequence is the longest where offsets are fake."""
-    if a.cu_seqlens_q is None or _unknown(a.cu_seqlens_q):
+    """Return the number of query-key pairs, summed over the sequences.
+
+    If the offsets are fake, every sequence counts as the longest.
+    """
+    if a.cu_seqlens_q is None or _is_fake(a.cu_seqlens_q):
         return prod(a.q.shape[:-2]) * (a.k.shape[-3] if a.max_seqlen_k is None else a.max_seqlen_k)
     return int((a.cu_seqlens_q.diff().long() * a.cu_seqlens_k.diff()).sum())
 
 
 def _cached_pairs(a: CachedArguments) -> int:
-    """As over tensors, with the keys that a sequence still stores; over a full table where lengths are
-    fake.
+    """Return the number of query-key pairs over a cache, counting only tokens that it still stores.
+
+    If the lengths are fake, the page table counts as full.
     """
-    if _unknown(a.lengths):
+    if _is_fake(a.lengths):
         return prod(a.q.shape[:-2]) * a.table.shape[1] * a.k.shape[1]
     queries = a.q.shape[1] if a.cu_seqlens_q is None else a.cu_seqlens_q.diff()
     return int(((a.lengths - a.starts).long().clamp(min=0) * queries).sum())
 
 
-def _unknown(x: Tensor) -> bool:
-    return x.is_meta or type(x) is not Tensor  # such as a fake one
+def _is_fake(x: Tensor) -> bool:
+    return x.is_meta or type(x) is not Tensor  # FakeTensor is a subclass
 
 
-forward_flops: Callable[..., int] = _formula(
-    Arguments, _pairs, d=1, e=1
-)  # the score over d, the output over e
-# The score again, dq and dk over d, the probability's gradient and dv over e.
+# A forward has one product over d for the score, and one over e for the output.
+forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)
+# A backward has the recomputed score, dq and dk over d, and dv and the gradient of probabilities over e.
 backward_flops: Callable[..., int] = _formula(
     lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2
 )
@@ -64,7 +68,12 @@ cached_flops: Callable[..., int] = _formula(CachedArguments, _cached_pairs, d=1,
 
 
 def formulas() -> Mapping[object, Callable[..., int]]:
-    """The formula of each operator that computes attention; the backends must be loaded."""
+    """Return the FLOP formula of each attention operator; the backends must be loaded."""
     kinds = {"forward": forward_flops, "backward": backward_flops, "cached": cached_flops}
-    named = ((f"{backend}_{kind}", flops) for backend in BACKENDS for kind, flops in kinds.items())
-    return MappingProxyType({getattr(torch.ops.attnlib, name): flops for name, flops in named})
+    return MappingProxyType(
+        {
+            getattr(torch.ops.attnlib, f"{backend}_{kind}"): flops
+            for backend in BACKENDS
+            for kind, flops in kinds.items()
+        }
+    )

@@ -1,6 +1,7 @@
-"""The operators of the backends: what they take and give.
+"""The arguments and results of the backends' operators.
 
-torch's dispatcher wants one flat list. Its order is written here alone: everybody else names the fields.
+torch's dispatcher takes one flat list of arguments. Its order is defined only here; other code uses field
+names.
 """
 
 from types import MappingProxyType
@@ -22,10 +23,10 @@ TYPES = MappingProxyType(
 
 
 class Arguments(NamedTuple):
-    """What a forward operator takes, in the order of its schema; the tensors come first.
+    """The arguments of a forward operator in the order of its schema; tensors come first.
 
-    The programs of a mask and of scores read the ``captured`` tensors, the mask's first. ``mask_tiles`` says
-    which tiles the mask's hides; without it kernels find out.
+    ``captured`` holds the tensors that the mask and score programs read, those of the mask first.
+    ``mask_tiles`` lists the tiles that the mask function hides; without it, kernels find them.
     """
 
     q: Tensor
@@ -54,11 +55,14 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None
     mask_program: str | None
     score_program: str | None
-    learns: bool  # whether a gradient flows into what scores read
+    learns: bool  # True if a tensor that scores read needs a gradient
 
 
 class CachedArguments(NamedTuple):
-    """What an operator over a cache takes. A latent's value plane and scale are its key's: None here."""
+    """The arguments of an operator over a cache.
+
+    For latent storage ``v`` and ``v_scale`` are None, because values are read from ``k``.
+    """
 
     q: Tensor
     k: Tensor
@@ -87,7 +91,7 @@ class CachedArguments(NamedTuple):
 
     @property
     def value_plane(self) -> Tensor:
-        """The plane that values are read from."""
+        """The plane that values are read from, which is ``k`` for latent storage."""
         return self.k if self.v is None else self.v
 
 
@@ -95,10 +99,10 @@ AnyArguments = Arguments | CachedArguments
 
 
 class WriteArguments(NamedTuple):
-    """What an operator takes that writes tokens to a cache. It writes the planes and scales, which come
-    first.
+    """The arguments of an operator that writes tokens to a cache.
 
-    For latent storage ``k`` and ``v`` are the planes of the latent and of the rotary key.
+    The planes and scales, which come first, are written in place. For latent storage ``k`` is the latent
+    plane and ``v`` the rotary-key plane.
     """
 
     k: Tensor
@@ -115,7 +119,7 @@ class WriteArguments(NamedTuple):
 
 
 def flat(call: Call) -> Arguments:
-    """A checked call on tensors as operators take it, in tensors whose channels lie side by side."""
+    """Return the operator arguments of a validated call on tensors; channels of q, k and v are contiguous."""
     q, k, v, mask, score = call.q, call.k, call.v, call.mask.band, call.score
     packing, dropout = call.packing, call.dropout
     if call.spec.strided:
@@ -137,7 +141,7 @@ def flat(call: Call) -> Arguments:
 
 
 def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArguments:
-    """A checked call over a view as operators take it."""
+    """Return the operator arguments of a validated call over a cache view."""
     kv, mask, score = call.kv, call.mask.band, call.score
     captured, *programs = _flat_functions(call)
     q = call.q.contiguous() if call.spec.strided else call.q
@@ -151,24 +155,25 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
 
 
 def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | None]:
-    """The tensors that functions of indices read, and what these say of the mask and of scores."""
+    """Return the tensors that the mask and score functions capture, and the text of both programs."""
     if (functions := call.functions) is None:
         return None, None, None
-    texts = (None if x is None else x.text for x in (functions.mask, functions.score))
-    return [*functions.mask_tensors, *functions.score_tensors] or None, *texts
+    programs = (None if x is None else x.text for x in (functions.mask, functions.score))
+    return [*functions.mask_tensors, *functions.score_tensors] or None, *programs
 
 
 def _learns(call: Call) -> bool:
-    """Whether a gradient flows into a tensor that scores read. Transforms do not tell."""
-    if call.functions is None:
-        return False
-    return is_transforming() or (
-        call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors)
+    """True if a tensor that scores read needs a gradient.
+
+    Also True under a transform, which does not reveal it.
+    """
+    return call.functions is not None and (
+        is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
     )
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
-    """The fields as a schema declares them; the first ones are written."""
+    """Return the fields as a schema declares them; the first ``written`` fields are modified in place."""
     letters = [f"({chr(ord('a') + n)}!)" if n < written else "" for n in range(len(fields._fields))]
     typed = zip(get_type_hints(fields).items(), letters, strict=True)
     return ", ".join(f"{_type(hint, letter)} {name}" for (name, hint), letter in typed)
@@ -178,8 +183,8 @@ def _type(hint: type, written: str = "") -> str:
     return f"{TYPES[hint]}{written}" if hint in TYPES else f"{TYPES[get_args(hint)[0]]}{written}?"
 
 
-TENSORS = Arguments._fields.index("captured")  # they come first
-BY_POSITION = Arguments._fields[3:TENSORS]  # tensors that kernels read as if they were contiguous
+TENSORS = Arguments._fields.index("captured")  # the number of leading tensor fields
+BY_POSITION = Arguments._fields[3:TENSORS]  # kernels assume that these tensors are contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
 BACKWARD = (
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)})"
@@ -190,22 +195,22 @@ WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 
 
 def functions_of(a: AnyArguments) -> Functions | None:
-    """What functions of indices say, if any do."""
+    """Return the mask and score functions of the arguments, or None if there are none."""
     if a.mask_program is a.score_program is None:
         return None
     mask, score = (None if text is None else Program(text) for text in (a.mask_program, a.score_program))
-    of_mask = 0 if mask is None else len(mask.parsed.captured)
+    mask_count = 0 if mask is None else len(mask.parsed.captured)
     captured = tuple(a.captured or ())
-    return Functions(mask, score, captured[:of_mask], captured[of_mask:])
+    return Functions(mask, score, captured[:mask_count], captured[mask_count:])
 
 
-def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
-    """Which keys are visible, and how a visible pair's score comes from q·k."""
+def mask_and_score(a: AnyArguments) -> tuple[Mask, Score]:
+    """Return the mask's band, and the options that turn q·k into a score."""
     return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
 
 
 def readable(a: AnyArguments) -> AnyArguments:
-    """The arguments with all tensors but q, k, v and planes contiguous."""
+    """Return the arguments with their optional tensors contiguous, as kernels assume."""
     scattered = {
         name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()
     }
@@ -213,75 +218,78 @@ def readable(a: AnyArguments) -> AnyArguments:
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised output ``[..., s, h, e]`` and LSE ``[..., h, s]`` in fp32, or fp64 for fp64."""
+    """Return an uninitialised output ``[..., s, h, e]`` and LSE ``[..., h, s]``, fp64 for fp64, else fp32."""
     *batch, s, h, _ = q.shape
     out = q.new_empty((*batch, s, h, v.shape[-1]), dtype=result_dtype(q.dtype))
     return out, q.new_empty((*batch, h, s), dtype=wide(q))
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the output for queries of this one: their own, and bf16 for fp8."""
+    """Return the dtype of the output for queries of this dtype: bf16 for fp8, otherwise the same."""
     return torch.bfloat16 if dtype == E4M3 else dtype
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The dtype of scores, and so of the LSE: fp32, or fp64 for fp64."""
+    """Return the dtype of scores and LSE: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
-    """What a forward gives, or attention over a cache, without values."""
+    """Return the shapes and dtypes of an attention operator's results, as tensors without values."""
     return outputs(q, k if v is None else v)
 
 
 def fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: object
 ) -> tuple[Tensor, ...]:
-    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without
-    values.
+    """Return the shapes and dtypes of a backward operator's results, as tensors without values.
 
-    The last one is that of all captured tensors, side by side.
+    The results are dq, dk, dv, dslopes and dsinks, each empty if its argument is None, and the gradients of
+    all captured tensors side by side.
     """
     captured = lse.new_empty(count_learnt(Arguments(*given)))
     return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5]), captured
 
 
 def learnt(a: Arguments) -> list[bool]:
-    """Of each captured tensor, whether it has a gradient: it is of floats, and scores read it and learn."""
+    """Return, for each captured tensor, True if it has a gradient.
+
+    A captured tensor has a gradient if it is floating-point, scores read it, and ``a.learns``.
+    """
     functions = functions_of(a)
-    of_mask = 0 if functions is None else len(functions.mask_tensors)
-    return [a.learns and n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
+    mask_count = 0 if functions is None else len(functions.mask_tensors)
+    return [a.learns and n >= mask_count and x.is_floating_point() for n, x in enumerate(a.captured or ())]
 
 
 def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:
-    """The gradient of each captured tensor, a view of all of them side by side; None where it has none."""
+    """Return the gradient of each captured tensor, a view into their concatenation; None if it has none."""
     known = list(zip(a.captured or (), learnt(a), strict=True))
     parts = iter(grads.split([x.numel() for x, has_grad in known if has_grad]))
     return [next(parts).view(x.shape) if has_grad else None for x, has_grad in known]
 
 
 def count_learnt(a: Arguments) -> int:
-    """How many numbers of captured tensors have a gradient."""
+    """Return the number of elements in all captured tensors that have a gradient."""
     return sum(x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad)
 
 
 def fake_write(*arguments: object) -> None:
-    """A write gives nothing."""
+    """Return nothing, like a cache write."""
 
 
 def option_grads(
     a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of slopes, from those of each sequence ``[b, h]``, and of sinks; empty where there are
-    none.
+    """Return the gradients of ALiBi slopes and sinks; empty tensors for options that are absent.
 
-    ``delta`` is ``rowsum(out * dout) - dlse``, like the LSE; it and ``dslopes`` may be None where no option
-    needs them. A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``.
+    ``dslopes`` has the gradients of the slopes for each sequence, ``[b, h]``. ``delta`` is ``rowsum(out *
+    dout) - dlse``, in the shape of the LSE. Either may be None if no option needs it. A sink is a key whose
+    value is zero, so its gradient is its probability times ``0 - delta``.
     """
-    of_slopes, of_sinks = lse.new_empty(0), lse.new_empty(0)
+    slope_grads, sink_grads = lse.new_empty(0), lse.new_empty(0)
     if a.alibi_slopes is not None:
-        of_slopes = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
+        slope_grads = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
     if a.sinks is not None:
         dsinks = torch.where(lse.isinf(), 0, -torch.exp(a.sinks.to(lse.dtype)[:, None] - lse) * delta)
-        of_sinks = dsinks.transpose(0, -2).flatten(1).sum(1).to(a.sinks.dtype)
-    return of_slopes, of_sinks
+        sink_grads = dsinks.transpose(0, -2).flatten(1).sum(1).to(a.sinks.dtype)
+    return slope_grads, sink_grads

@@ -1,4 +1,4 @@
-"""How torch comes to know the operators, and its FLOP counter their formulas."""
+"""Registration of operators with torch, and of their FLOP formulas with torch's FLOP counter."""
 
 import sys
 from collections.abc import Callable
@@ -11,10 +11,11 @@ COUNTER = "torch.utils.flop_counter"
 
 
 class Operator(NamedTuple):
-    """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as.
+    """An operator: its schema, implementation, fake implementation and FLOP formula.
 
-    ``gradients`` and ``keep``, which saves what they need, are as ``torch.library.register_autograd`` takes
-    them; ``vmap`` is its rule under vmap, and takes the operator first.
+    ``gradients`` and ``keep`` are the ``backward`` and ``setup_context`` of
+    ``torch.library.register_autograd``. ``vmap`` is the operator's vmap rule, which takes the operator as its
+    first argument.
     """
 
     schema: str
@@ -27,14 +28,14 @@ class Operator(NamedTuple):
 
 
 def register(*operators: Operator) -> torch.library.Library | None:
-    """Make operators known to torch; keep what it returns.
+    """Register operators with torch, and return their library, which the caller must keep alive.
 
-    A second copy of the package in one process runs those of the first. torch's FLOP counter imports Triton,
-    so it gets the formulas only where somebody has imported it; who does so later passes
-    ``attnlib.FLOP_FORMULAS``.
+    A second copy of the package in a process runs the operators of the first, and gets None. torch's FLOP
+    counter gets the formulas only if it has already been imported, because importing it imports Triton. A
+    program that imports it later passes ``attnlib.FLOP_FORMULAS``.
 
     Raises:
-        ImportError: the operators in this process are of another version.
+        ImportError: the operators in this process belong to another version.
     """
     namespace = torch.ops.attnlib
     schemas = {operator.schema.partition("(")[0]: operator.schema for operator in operators}

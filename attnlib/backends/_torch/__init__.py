@@ -1,6 +1,6 @@
-"""The torch backend: torch's fused CPU attention where that is exact, else tile by tile.
+"""The torch backend: torch's fused CPU attention if it is exact, otherwise attention tile by tile.
 
-No T x T tensor and no copy of K or V is made.
+No T x T tensor is created, and K and V are not copied unless their channels are strided.
 """
 
 import torch
@@ -19,16 +19,16 @@ from .pages import quantise
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
-    """Why this backend cannot run ``spec``."""
+    """Return the reasons why this backend cannot run ``spec``."""
     if spec.without_backward:
         return spec.without_backward
     if spec.batch_invariant:
-        return ["batch_invariant: how torch adds a product up depends on what shares the batch"]
+        return ["batch_invariant: torch may sum a matrix product in an order that depends on the batch"]
     return []
 
 
 def slow(spec: AttentionSpec) -> list[str]:
-    """Why this backend would copy K or V, or wait for the device."""
+    """Return the reasons why this backend would copy K or V, or wait for the device."""
     reasons = [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
     if spec.device not in ("cpu", "meta"):
         reasons.append("runs tile by tile from Python")
@@ -38,50 +38,53 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 
 def failures(spec: AttentionSpec) -> list[str]:
-    """Name each private part of torch that failed its trial, and what that costs."""
+    """Return the private functions of torch that failed their trial, and the cost of each."""
     return [*watched.failures(), *(fused.failures() if spec.device == "cpu" else [])]
 
 
 def variant(call: Call) -> str:
-    """Nothing: one code runs all calls."""
+    """Return an empty name, since all calls run the same code."""
     return ""
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Dense or packed attention and its LSE, with gradients."""
+    """Return dense or packed attention and its LSE, with gradients if the call needs them."""
     return OPERATORS(flat(call), grad=call.spec.grad)
 
 
 def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over stored keys and its LSE, gathering at most 512 tokens at a time."""
+    """Return attention over a cache and its LSE, gathering at most 512 tokens at a time."""
     run = torch.ops.attnlib.torch_cached if are_watched(call.q, call.q, call.q) else cached
     return run(*flat_over_view(call))
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-    """The gradients of a piece of a larger call, of which these are the parts at its queries."""
-    return OPERATORS.of_piece(call, dout, out, lse)
+    """Return the contribution of a chunk to the gradients of a larger call.
+
+    ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+    """
+    return OPERATORS.chunk_gradients(call, dout, out, lse)
 
 
 def prepare(call: Call) -> None:
-    """No call is quicker the second time."""
+    """Return None: repeating a call is no faster than the first run."""
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Nothing: it stores everything everywhere."""
+    """Return no reasons, since tokens of every dtype can be stored on every device."""
     return []
 
 
 def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
-    """Sequences are not shared out here."""
+    """Return None: this backend does not distribute sequences over programs of a kernel."""
 
 
 def peer_memory(group: object, device: torch.device) -> None:
-    """No rank reaches another one's memory from here."""
+    """Return None: ranks cannot read each other's memory in this backend."""
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:
-    """Store tokens in the planes in place, rotated and quantised first; slot -1 is skipped."""
+    """Rotate and quantise tokens if needed, and write them to the cache in place; slot -1 is skipped."""
     latent, store = kv.layout.is_latent, kv.layout.store
     if latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""How a dense or packed call falls into batches, whose sequences have equal lengths."""
+"""Split a dense or packed call into batches of sequences with equal lengths."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -9,19 +9,21 @@ from torch import Tensor
 from ...call.call import Dropout, Origin, Packing, Score
 from ...call.functions import Functions
 from ...masks.band import Mask
-from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
+from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, mask_and_score, result_dtype
 from .pages import Index, Keys
 
 
 class Batch(NamedTuple):
-    """Neighbouring sequences of equal lengths, which are solved together; the first is the call's
-    ``sequence``.
+    """Adjacent sequences of equal length, which are computed together.
 
-    ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is
-    query ``first``. The mask and ``first`` count from the first key that there is. Dropout adds
-    ``origin.key`` to keys and queries, and the origin's head and sequence. Products with keys and with values
-    are multiplied by ``score_factor`` and ``value_factor``, ``[b, h, s]``, if there are any; ``functions`` of
-    indices see those of dropout.
+    Attributes:
+        q: queries ``[b, s, h, d]``.
+        index: position of ``q`` in the call's queries; empty if ``q`` is all of them.
+        sequence: the number of the first sequence in the call.
+        first: the number of the query in row 0. The mask and ``first`` count from the first key.
+        origin: dropout and ``functions`` add ``origin.key`` to queries and keys, and add the head and
+            sequence.
+        score_factor, value_factor: ``[b, h, s]``, factors of the products with keys and with values, or None.
     """
 
     q: Tensor
@@ -37,17 +39,20 @@ class Batch(NamedTuple):
     value_factor: Tensor | None
     functions: Functions | None
 
-    def of(self, x: Tensor) -> Tensor:
-        """What of a call's ``[..., s, h, *]`` is the batch's."""
+    def select(self, x: Tensor) -> Tensor:
+        """Return the batch's part of a tensor ``[..., s, h, *]`` of the call."""
         return _at(x, self.index)
 
-    def of_lse(self, x: Tensor) -> Tensor:
-        """What of a call's ``[..., h, s]`` is the batch's."""
+    def select_lse(self, x: Tensor) -> Tensor:
+        """Return the batch's part of a tensor ``[..., h, s]`` of the call."""
         return x.mT[self.index].mT if self.index else x
 
 
 def batches(a: Arguments) -> Iterator[Batch]:
-    """The batches of a call on tensors, in order: neighbours with equal bounds, or one packed sequence."""
+    """Yield the batches of a call on tensors, in order.
+
+    A batch is one packed sequence, or adjacent sequences whose keys have equal bounds.
+    """
     dropout = Dropout(a.dropout_p, None if a.dropout_seed is None else a.dropout_seed.cpu())
     rest = dropout, functions_of(a)
     if a.cu_seqlens_q is not None:
@@ -72,11 +77,12 @@ def batches(a: Arguments) -> Iterator[Batch]:
 
 
 def cached_batches(a: CachedArguments) -> Iterator[Batch]:
-    """The batches of a step: one a sequence, or neighbours of equal bounds in neighbouring rows of a
-    contiguous cache.
+    """Yield the batches of a cached call, in order.
+
+    A batch is one sequence, or adjacent sequences with equal bounds in adjacent rows of a contiguous cache.
 
     Raises:
-        ValueError: a length beyond the table, or a page outside the cache.
+        ValueError: a length exceeds the table, or a page is outside the cache.
     """
     v, v_scale = a.value_plane, a.k_scale if a.v is None else a.v_scale
     size, columns = a.k.shape[1], a.table.shape[1]
@@ -86,8 +92,8 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         raise ValueError(f"lengths: expected at most {columns * size} tokens like the table, got {longest}")
     table = a.table[:, : -(-longest // size)].tolist()
     offsets, functions = None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist(), functions_of(a)
-    # Neighbours in a contiguous cache, which has one column, lie in one piece: their rows are as far apart as
-    # they are.
+    # The table of a contiguous cache has one column. Adjacent sequences are read together if their rows are
+    # adjacent, that is, if row minus sequence number is the same.
     together = columns == 1 and offsets is None and longest > 0
     distances = [row - n for n, (row,) in enumerate(table)] if together else range(len(lengths))
     each = list(zip(distances, starts, lengths, _origins(a.origin, len(lengths)), strict=True))
@@ -95,8 +101,10 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         _, start, stop, origin = each[n]
         pages = table[n][start // size : -(-stop // size)]
         if start < stop and (min(pages) < 0 or max(pages) + m - n > a.k.shape[0]):
-            found = f"{min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
-            raise ValueError(f"table: expected pages in [0, {a.k.shape[0]}), got {found}")
+            raise ValueError(
+                f"table: expected pages in [0, {a.k.shape[0]}), "
+                f"got {min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
+            )
         keys = Keys(a.k, v, a.k_tail, a.k_scale, v_scale, result_dtype(a.q.dtype), pages, start, stop)
         index = () if m - n == len(lengths) else (slice(n, m),)
         if offsets is not None:
@@ -118,42 +126,45 @@ def _batch(
     dropout: Dropout,
     functions: Functions | None,
 ) -> Batch:
-    """The batch of the queries at ``index``, the first of which are of sequence ``n``.
+    """Return the batch of the queries at ``index``, of which sequence ``n`` is the first.
 
-    They are the last ones of ``total`` keys unless the origin moves them.
+    The last query is aligned with the last of ``total`` keys unless the origin moves it.
     """
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
-    mask, score = rule_of(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
-    mask = mask.counted_from(origin.key)
-    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions)
+    mask, score = mask_and_score(a)
+    return Batch(
+        q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin, *factors, functions
+    )
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What the products of queries ``[b, s, h, d]``, from sequence ``n`` on, with keys and values are
-    multiplied by.
+    """Return the factors of the products with keys and with values, for sequences from ``n`` on.
 
-    Over a cache these have scales of their own.
+    ``q`` is ``[b, s, h, d]``. Over a cache only the queries have a descale, since stored keys and values have
+    their own scales.
     """
-    (b, s, h, _), of_scores, of_values = q.shape, a.q_descale[n : n + q.shape[0]], None
+    (b, s, h, _), score_factor, value_factor = q.shape, a.q_descale[n : n + q.shape[0]], None
     if isinstance(a, Arguments):
-        of_k, of_v = (rows_of[n : n + b] for rows_of in (a.k_descale, a.v_descale))
-        of_k, of_values = (x[..., None].expand(-1, -1, h // x.shape[1]).flatten(1) for x in (of_k, of_v))
-        of_scores = of_scores * of_k
-    return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (of_scores, of_values))
+        k_factor, value_factor = (
+            x[n : n + b, :, None].expand(-1, -1, h // x.shape[1]).flatten(1)
+            for x in (a.k_descale, a.v_descale)
+        )
+        score_factor = score_factor * k_factor
+    return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (score_factor, value_factor))
 
 
 def _at(x: Tensor, index: Index) -> Tensor:
-    """``x[index]``; without an index ``x`` itself, which takes no time."""
+    """Return ``x[index]``; for an empty index ``x`` itself, which takes no time."""
     return x[index] if index else x
 
 
 def rows(x: Tensor, g: int) -> Tensor:
-    """``[n, s, h, d]`` -> ``[n, g, f * s, d]``: a group's query heads are stacked as rows.
+    """Stack the query heads of a group as rows: ``[n, s, h, d]`` -> ``[n, g, f * s, d]``.
 
-    2.6 times as fast as torch's own grouping for one query (8 heads on 2, 700 keys, one core of an EPYC,
-    2026-11).
+    For one query this is 2.6 times as fast as torch's own grouping (8 heads on 2, 700 keys, one core of an
+    EPYC, 2026-11).
     """
     if x.shape[1] == 1:
         return x.reshape(x.shape[0], g, -1, x.shape[3])
@@ -163,16 +174,16 @@ def rows(x: Tensor, g: int) -> Tensor:
 
 
 def unrows(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """``[n, g, f * s, d]`` -> ``[n, s, h, d]``, the ``shape``; ``n`` and ``g`` may be one dimension."""
+    """Undo :func:`rows`, giving ``shape`` ``[n, s, h, d]``; ``n`` and ``g`` of ``x`` may be one dimension."""
     n, s, h, d = shape
     return x.reshape(n, s, h, d) if s == 1 else x.reshape(n, h, s, d).transpose(1, 2)
 
 
 def _origins(table: Tensor | None, sequences: int) -> list[Origin]:
-    """Where each sequence of a call begins in the whole, in ints; int32 ``[b, 4]`` says so of all."""
+    """Return the origin of each sequence as ints, from an int32 table ``[b, 4]``; zeros without one."""
     return [Origin()] * sequences if table is None else [Origin(*row) for row in table.tolist()]
 
 
 def _neighbours(facts: list) -> Iterator[tuple[int, int]]:
-    """The runs ``[n, m)`` of neighbours whose facts are equal."""
+    """Yield the runs ``[n, m)`` of adjacent sequences with equal facts."""
     return pairwise([n for n in range(len(facts) + 1) if n in (0, len(facts)) or facts[n] != facts[n - 1]])

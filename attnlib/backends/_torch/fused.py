@@ -1,4 +1,4 @@
-"""torch's fused CPU attention, and when it is exact."""
+"""torch's fused CPU attention, and the conditions under which it is exact."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ FUSED = "torch's fused CPU attention"
 
 
 class _Fused(NamedTuple):
-    """torch's two functions, which it keeps to itself; None if they failed their trial."""
+    """torch's private forward and backward functions; None if they failed their trial."""
 
     forward: Callable | None
     backward: Callable | None
@@ -23,14 +23,18 @@ class _Fused(NamedTuple):
 
 
 def failures() -> list[str]:
-    """Why torch's fused attention is not used, if so. Raises NotNow where it cannot be tried."""
+    """Return the reason why torch's fused attention is not used, if it is not.
+
+    Raises:
+        NotNow: it cannot be tried now.
+    """
     return probes.failures(FUSED, _find)
 
 
 def _find() -> _Fused:
     refuse_trials()
     if why := failure_of(lambda: _try(_look_up())):
-        cost = "attention on CPUs is computed tile by tile, which is right and slower"
+        cost = "attention on CPUs is computed tile by tile, which is correct but slower"
         return _Fused(None, None, (f"{FUSED}: {why}; {cost}",))
     return _look_up()
 
@@ -44,11 +48,11 @@ def _look_up() -> _Fused:
 
 
 def causality(batch: Batch) -> bool | None:
-    """The ``is_causal`` with which torch's fused CPU attention solves a batch; None if it cannot."""
+    """Return the ``is_causal`` for torch's fused attention to compute this batch; None if it cannot."""
     q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
     s, t = q.shape[1], keys.stop - keys.start
-    # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros
-    # (#141128).
+    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros for a NaN query
+    # (pytorch#141128).
     if q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
     if (
@@ -56,9 +60,9 @@ def causality(batch: Batch) -> bool | None:
         or batch.dropout.p
         or batch.score_factor is not None
         or batch.functions is not None
+        or q.shape[-1] != keys.v.shape[-1]
+        or not keys.at_once
     ):
-        return None
-    if q.shape[-1] != keys.v.shape[-1] or not keys.at_once:
         return None
     if mask.covers(first, first + s, keys.start, keys.stop):
         causal = False
@@ -71,7 +75,7 @@ def causality(batch: Batch) -> bool | None:
 
 
 def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
-    """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
+    """Return the output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
     k, v = _read(batch)
     b, s, h, _ = batch.q.shape
     out, lse = answer(FUSED, _find).forward(
@@ -83,11 +87,12 @@ def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
 def backward(
     batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h,
-    s]``.
+    """Return contiguous dq, dk and dv for the batch's keys.
+
+    ``dout`` and ``out`` are ``[b, s, h, d]``, and the LSE is ``[b, h, s]``.
     """
     q, (k, v) = batch.q, _read(batch)
-    # Without a causal order a group's queries share one pass over its keys.
+    # Without a causal mask, the query heads of a group share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]
     solved = (rows(out, g), lse.reshape(q.shape[0], g, -1))
     dq, dk, dv = answer(FUSED, _find).backward(
@@ -97,15 +102,17 @@ def backward(
 
 
 def _read(batch: Batch) -> tuple[Tensor, Tensor]:
-    """All keys and values, ``[b, g, t, d]``."""
+    """Return all keys and values of the batch, ``[b, g, t, d]``."""
     return batch.keys.read(slice(0, batch.q.shape[0]), batch.keys.start, batch.keys.stop)
 
 
 def _try(fused: _Fused) -> None:
-    """Compare it with attention written out, causal and not, with a NaN query; raise RuntimeError where it
-    differs.
+    """Compare torch's fused attention with the formula, causal or not, and with a NaN query.
 
-    In fp32, where its error against fp64 may be three times that of the formula.
+    The comparison is in fp32; the error against fp64 may be three times the formula's own.
+
+    Raises:
+        RuntimeError: a result differs.
     """
     for causal in (False, True):
         wide = [_numbers(n) for n in range(4)]
@@ -113,7 +120,7 @@ def _try(fused: _Fused) -> None:
         out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
         found = out, lse, *fused.backward(dout, q, k, v, out, lse, 0.0, causal, scale=0.5)
         for x, exact, near in zip(
-            found, _written_out(causal, *wide), _written_out(causal, q, k, v, dout), strict=True
+            found, _by_formula(causal, *wide), _by_formula(causal, q, k, v, dout), strict=True
         ):
             _compare(x, exact, near)
         q[..., 3, :] = torch.nan
@@ -122,18 +129,16 @@ def _try(fused: _Fused) -> None:
             not (out[..., 3, :].isnan().all() and lse[..., 3].isnan().all())
             or out.isnan().sum() != out[..., 3, :].numel()
         ):
-            raise RuntimeError("a NaN query is not the NaN of its own row alone")
+            raise RuntimeError("a NaN query must make its own row NaN, and no other row")
 
 
 def _numbers(n: int) -> Tensor:
-    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without touching torch's random
-    state.
-    """
+    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without torch's random state."""
     return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
 
 
-def _written_out(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Output, LSE and gradients of q, k and v by the formula."""
+def _by_formula(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return the output, the LSE and the gradients of q, k and v by the formula."""
     scores = 0.5 * q @ k.mT
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -148,4 +153,4 @@ def _compare(x: Tensor, exact: Tensor, near: Tensor) -> None:
     ulp = torch.finfo(torch.float32).eps * exact.abs().max().item()
     allowed = 3 * (near - exact).abs().max().item() + ulp
     if x.shape != exact.shape or not (x - exact).abs().max().item() <= allowed:
-        raise RuntimeError(f"a result of shape {list(exact.shape)} is not that of the formula")
+        raise RuntimeError(f"a result of shape {list(exact.shape)} differs from the formula")

@@ -19,14 +19,14 @@ def _forward(*arguments):
 
 
 def cached(*arguments):
-    """Attention over a cache, and its LSE."""
+    """Return attention over a cache, and its LSE."""
     a = CachedArguments(*arguments)
     return _solved(a.q, a.value_plane, list(cached_batches(a)))
 
 
 def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
-    """The output and LSE of a call that falls into these batches."""
-    if torch.is_autocast_enabled(q.device.type):  # which would add up in 16 bits
+    """Return the output and LSE of a call, given its batches."""
+    if torch.is_autocast_enabled(q.device.type):  # autocast would sum in 16 bits
         with torch.autocast(q.device.type, enabled=False):
             return _solved(q, v, every)
     if every and not every[0].index:
@@ -44,29 +44,34 @@ def _attend(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and LSE of queries that belong to no sequence."""
+    """Return the output and LSE of queries that belong to no sequence: zeros and -inf."""
     out, lse = outputs(q, v)
     return out.zero_(), lse.fill_(-torch.inf)
 
 
 def _backward(dout, dlse, out, lse, *arguments):
-    if torch.is_autocast_enabled(dout.device.type):  # as in a forward
+    if torch.is_autocast_enabled(dout.device.type):  # as in the forward: autocast would sum in 16 bits
         with torch.autocast(dout.device.type, enabled=False):
             return _backward(dout, dlse, out, lse, *arguments)
-    a, dout, delta = Arguments(*arguments), dout.contiguous(), None  # autograd hands out expanded ones
+    a, dout, delta = Arguments(*arguments), dout.contiguous(), None  # autograd may pass an expanded dout
     plan = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
-    if not plan or any(causal is None for _, causal in plan):  # fused attention makes its own
+    if not plan or any(causal is None for _, causal in plan):  # fused attention computes its own delta
         delta = (out.to(lse.dtype) * dout).sum(-1).mT - (0 if dlse is None else dlse)
 
     dcaptured = lse.new_zeros(count_learnt(a))
 
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-        """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows
-        none.
+        """Return the gradients of a batch's queries, keys, values and ALiBi slopes.
+
+        The last is 0 from fused attention, which never runs with slopes.
         """
         if causal is None:
-            return tiles.backward(batch, batch.of(dout), batch.of_lse(lse), batch.of_lse(delta), dcaptured)
-        return *fused.backward(batch, causal, batch.of(dout), batch.of(out), batch.of_lse(lse)), 0.0
+            return tiles.backward(
+                batch, batch.select(dout), batch.select_lse(lse), batch.select_lse(delta), dcaptured
+            )
+        return *fused.backward(
+            batch, causal, batch.select(dout), batch.select(out), batch.select_lse(lse)
+        ), 0.0
 
     if plan and not plan[0][0].index:
         dq, dk, dv, dslopes = differentiate(*plan[0])
@@ -75,17 +80,17 @@ def _backward(dout, dlse, out, lse, *arguments):
     dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in plan), a.q.shape[-2])
     for batch, causal in plan:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
-        of_k, of_v = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
-        dq[batch.index], of_k[:], of_v[:], dslopes[sequences] = differentiate(batch, causal)
+        own_dk, own_dv = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
+        dq[batch.index], own_dk[:], own_dv[:], dslopes[sequences] = differentiate(batch, causal)
     return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
 
 
 def _write(k, v, new_k, new_v, slots):
     slots = slots.flatten()
-    kept = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
+    valid = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
     for plane, new in ((k, new_k), (v, new_v)):
         if plane is not None:
-            pages.store(plane, new, slots, kept)
+            pages.store(plane, new, slots, valid)
 
 
 WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"

@@ -1,4 +1,4 @@
-"""Derivatives of scores by function, on a tile."""
+"""Derivatives of score functions on a tile."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -20,30 +20,29 @@ def differentiated(
     tensors: Sequence[Tensor],
     grads: Tensor,
 ) -> Tensor:
-    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how. That of hidden
-    pairs is 0.
+    """Return the gradient of the scores that a function takes, given ``d``, the gradient of its results.
 
-    Adds those by what the program reads to ``grads``, in which all its tensors of floats lie side by side.
+    ``by`` is the derivative of the function's program. Hidden pairs have the gradient 0. The gradients of
+    captured tensors are added to ``grads``, in which all floating-point ones lie side by side.
     """
     firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
-    brought = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
+    operand = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
 
-    def shown(x: Operand) -> Tensor:
-        whole = brought(x, FLOAT).broadcast_to(d.shape)
-        return (
-            whole if hidden is None else whole.masked_fill(hidden, 0)
-        )  # a function may make NaN of hidden pairs
+    def visible(x: Operand) -> Tensor:
+        whole = operand(x, FLOAT).broadcast_to(d.shape)
+        # A function may return NaN for hidden pairs.
+        return whole if hidden is None else whole.masked_fill(hidden, 0)
 
     for tensor, indices, value in by.reads:
         n = int(tensor.name[1:])
         at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
-        for x, size, stride in zip(indices, tensors[n].shape, _contiguous(tensors[n]), strict=True):
-            at = at + index_at(x, size, brought, INT64) * stride
-        value = shown(value).sum_to_size(at.shape)  # what is added to one number
+        for x, size, stride in zip(indices, tensors[n].shape, _contiguous_strides(tensors[n]), strict=True):
+            at = at + index_at(x, size, operand, INT64) * stride
+        value = visible(value).sum_to_size(at.shape)  # add up what goes to the same element
         grads.index_add_(0, at.flatten(), value.flatten())
-    return shown(by.score)
+    return visible(by.score)
 
 
-def _contiguous(x: Tensor) -> Sequence[int]:
-    """How far apart neighbours are in each dimension, if x is packed."""
+def _contiguous_strides(x: Tensor) -> Sequence[int]:
+    """Return the strides of a contiguous tensor with the shape of ``x``."""
     return torch.empty(x.shape, device="meta").stride()

@@ -1,9 +1,8 @@
-"""FlashAttention-2 in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward over tiles of queries
-and keys.
+"""FlashAttention-2 in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward, tile by tile.
 
-A tile of scores is ``[n * g, f * s, t]``: sequences and KV heads side by side, a group's query heads stacked
-as rows. What lies outside a sequence is never part of a product. Inside it, what the mask hides in a tile is
-multiplied by zero.
+A tile of scores is ``[n * g, f * s, t]``: the first dimension combines sequences and KV heads, the second a
+group's query heads and the queries. Products never include keys outside a sequence. Pairs inside it that the
+mask hides are multiplied by zero.
 """
 
 from collections.abc import Iterator
@@ -21,12 +20,15 @@ from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
 from .programs import differentiated
 
-# Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
+# Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile hit a core's cache.
 SCORES = 2**19
 
 
 class QueryBlock(NamedTuple):
-    """The ``rows`` of some ``sequences`` of a batch, which see the keys ``[start, stop)``: a row of tiles."""
+    """A row of tiles: the queries ``rows`` of some ``sequences`` of a batch.
+
+    Together they see the keys ``[start, stop)``.
+    """
 
     sequences: slice
     rows: slice
@@ -34,54 +36,53 @@ class QueryBlock(NamedTuple):
     stop: int
     q: Tensor  # [n * g, f * s, d], scaled, in the dtype of scores
 
-    def of(self, x: Tensor) -> Tensor:
-        """One number for each row of tiles, ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
+    def column(self, x: Tensor) -> Tensor:
+        """Return one number per query as a column, ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
         return x[self.sequences, :, self.rows].reshape(*self.q.shape[:2], 1)
 
 
 class Tile(NamedTuple):
-    """A tile of scores, and what the backward needs of how they came to be."""
+    """A tile of scores, with the intermediate results that the backward needs."""
 
     k: Tensor
     v: Tensor
     scores: Tensor  # [n * g, f * s, t], hidden ones -inf
-    tanh: Tensor | None  # of the capped scores
-    hidden: Tensor | None  # bool [s, t], by a function [n, h, s, t]; None when every pair is visible
-    distance: Tensor | None  # [s, t]
-    indices: dict[str, Tensor] | None  # what functions are given, and the scores that they change
-    weight: Tensor | None  # of dropout
+    tanh: Tensor | None  # tanh(score / softcap)
+    hidden: Tensor | None  # bool [s, t], or [n, h, s, t] with a mask function; None if nothing is hidden
+    distance: Tensor | None  # |i - j| for ALiBi, [s, t]
+    indices: dict[str, Tensor] | None  # the inputs of mask and score functions
+    weight: Tensor | None  # dropout factors, 0 or 1 / (1 - p)
 
     def dropped(self, p: Tensor) -> Tensor:
-        """Probabilities, or their gradients, after dropout."""
+        """Apply dropout to probabilities or their gradients."""
         return p if self.weight is None else p * self.weight
 
 
 def forward(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
+    """Return the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
     b, s, h, _ = batch.q.shape
     out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1], dtype=result_dtype(batch.q.dtype))
-    lse = batch.q.new_full(
-        (b, h, s), -torch.inf, dtype=wide(batch.q)
-    )  # of what a query has seen: perhaps a sink
+    # The LSE of what a query has seen: nothing, or a sink.
+    lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
     for block in _query_blocks(batch):
-        m_i = block.of(lse)
+        m_i = block.column(lse)
         l_i = (m_i > -torch.inf).to(m_i.dtype)
         acc = block.q.new_zeros(*block.q.shape[:2], out.shape[-1])
         for start, stop in _key_ranges(batch.keys, block):
             if (tile := _tile(batch, block, start, stop)) is None:
                 continue
             new_m = torch.maximum(m_i, tile.scores.amax(-1, keepdim=True))
-            # A row that has seen nothing yet keeps -inf as its maximum; subtracting it would give NaN.
+            # A row that has not seen a key yet has the maximum -inf; subtracting it would give NaN.
             safe = new_m.masked_fill(new_m == -torch.inf, 0)
             p = tile.scores.sub_(safe).exp_()
             correction = torch.exp(m_i - safe)
             l_i = l_i * correction + p.sum(-1, keepdim=True)
             acc = acc * correction + tile.dropped(p) @ tile.v
             m_i = new_m
-            del tile, p  # the next tile takes their memory: 8 % of the time
-        acc = acc if batch.value_factor is None else acc * block.of(batch.value_factor)
+            del tile, p  # lets the next tile reuse their memory, which saves 8 % of the time
+        acc = acc if batch.value_factor is None else acc * block.column(batch.value_factor)
         own_lse, own_out = lse[block.sequences, :, block.rows], out[block.sequences, block.rows]
         own_lse.copy_((m_i + l_i.log()).view_as(own_lse))
         own_out.copy_(unrows(acc / l_i.masked_fill(l_i == 0, 1), own_out.shape))
@@ -91,11 +92,10 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
 def backward(
     batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and the gradient of slopes ``[b,
-    h]``.
+    """Return dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and dslopes ``[b, h]``.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients
-    of the floats that the scores' function reads, side by side.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, in which the
+    gradients of the floating-point tensors that the score function captures lie side by side.
     """
     q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
     b, _, h, _ = q.shape
@@ -103,13 +103,13 @@ def backward(
     dk, dv = (lse.new_zeros(b, keys.stop - keys.start, g, x.shape[-1]).transpose(1, 2) for x in (q, keys.v))
     changes = batch.functions is not None and batch.functions.score is not None
     by_score = derivative(batch.functions.score) if changes else None
-    if by_score is not None and not dcaptured.numel():  # nothing that it reads learns
+    if by_score is not None and not dcaptured.numel():  # no captured tensor needs a gradient
         by_score = by_score._replace(reads=())
-    # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
+    # A row that sees no key has lse = -inf. With +inf instead, its probabilities are 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):
         do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
-        row_lse, row_delta, row_dq = block.of(lse), block.of(delta), torch.zeros_like(block.q)
+        row_lse, row_delta, row_dq = block.column(lse), block.column(delta), torch.zeros_like(block.q)
         for start, stop in _key_ranges(keys, block):
             if (tile := _tile(batch, block, start, stop)) is None:
                 continue
@@ -117,7 +117,7 @@ def backward(
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
             _hide(ds, tile.hidden, h, 0)
             if by_score is not None:
-                ds = _unchanged(batch, by_score, tile, ds, dcaptured)
+                ds = _score_backward(batch, by_score, tile, ds, dcaptured)
             if tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum(
                     (-1, -2)
@@ -126,17 +126,18 @@ def backward(
                 ds = ds * (1 - tile.tanh.square())
             row_dq += ds @ tile.k
             at = (block.sequences, slice(None), slice(start - keys.start, stop - keys.start))
-            dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # q carries the scale already
+            dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # block.q already includes the scale
             dv[at] += (tile.dropped(p).mT @ do).unflatten(0, (-1, g))
-            del tile, p, ds  # as in the forward
+            del tile, p, ds  # lets the next tile reuse their memory
         own_dq = dq[block.sequences, block.rows]
         own_dq.copy_(unrows(row_dq * batch.score.scale, own_dq.shape))
     return dq, *(x.transpose(1, 2).to(q.dtype) for x in (dk, dv)), dslopes
 
 
 def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
-    """The queries that see a key, so many together that a tile's scores stay small; the others may hold
-    anything.
+    """Yield blocks of the queries that see a key, small enough that a tile of scores fits a core's cache.
+
+    Queries that see no key are not read, so they may be NaN.
     """
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
@@ -152,11 +153,11 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
             block = QueryBlock(*at, max(start, keys.start), stop, own)
             factor = batch.score_factor
-            yield block if factor is None else block._replace(q=own * block.of(factor))
+            yield block if factor is None else block._replace(q=own * block.column(factor))
 
 
 def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
-    """The keys of a row of tiles, tile by tile, in ranges that can be read."""
+    """Yield the key ranges of the tiles in a block; each can be read at once."""
     start = block.start
     while start < block.stop:
         inside = start % keys.span
@@ -166,7 +167,7 @@ def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
 
 
 def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
-    """The tile of a block's queries and the keys ``[start, stop)``; None where a function hides all of it."""
+    """Return the tile of a block and the keys ``[start, stop)``; None if a mask function hides all of it."""
     h, q, score = batch.q.shape[2], block.q, batch.score
     first, last = batch.first + block.rows.start, batch.first + block.rows.stop
     i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
@@ -188,7 +189,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
         scores = (scores.view(-1, h, *distance.shape) - _slopes(batch, block) * distance).view_as(scores)
     if batch.functions is not None and batch.functions.score is not None:
         indices |= {"score": scores.view(-1, h, *i.shape[:1], *j.shape)}
-        scores = _changed(batch, indices, hidden).view_as(scores)
+        scores = _score_forward(batch, indices, hidden).view_as(scores)
     _hide(scores, hidden, h, -torch.inf)
     if batch.dropout.p > 0:
         weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
@@ -196,7 +197,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
 
 
 def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
-    """The slopes ``[n or 1, h, 1, 1]`` of a block's sequences, in the dtype of its scores."""
+    """Return the ALiBi slopes ``[n or 1, h, 1, 1]`` of a block, in the dtype of its scores."""
     slopes, n = batch.score.alibi_slopes, batch.sequence
     if slopes.dim() == 2:
         slopes = slopes[n + block.sequences.start : n + block.sequences.stop]
@@ -204,7 +205,7 @@ def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
 
 
 def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) -> Tensor:
-    """The weights ``[n, h, s, t]`` of the probabilities of queries ``i``: ``1 / (1 - p)``, or 0."""
+    """Return the dropout factors ``[n, h, s, t]`` of probabilities: ``1 / (1 - p)`` if kept, else 0."""
     p, origin, n, device = (
         batch.dropout.p,
         batch.origin,
@@ -219,16 +220,13 @@ def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) 
 
 
 def _hide(x: Tensor, hidden: Tensor | None, heads: int, value: float) -> None:
-    """Overwrite the hidden pairs of a tile ``[n * g, f * s, t]`` in place."""
+    """Overwrite the hidden pairs of a tile ``[n * g, f * s, t]`` with ``value``, in place."""
     if hidden is not None:
         x.view(-1, heads, *hidden.shape[-2:]).masked_fill_(hidden, value)
 
 
-# ---- functions of indices
-
-
 def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str, Tensor]:
-    """What functions are given for a tile ``[n, h, s, t]``, whose queries are ``i`` and whose keys ``j``."""
+    """Return the inputs of mask and score functions for a tile ``[n, h, s, t]`` of queries and keys."""
     origin, device = batch.origin, i.device
     n, sequences = batch.sequence + origin.sequence, block.sequences
     return {
@@ -241,34 +239,38 @@ def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str,
 
 
 def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
-    """The pairs that the band hides, or the mask's function: bool ``[n or 1, h or 1, s, t]``."""
+    """Return the pairs that the band or the mask function hides, as bool ``[n or 1, h or 1, s, t]``."""
     functions = batch.functions
-    seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_counted(batch, hidden))
+    seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_checked_pairs(batch, hidden))
     shape = (indices["i"].shape[0], indices["j"].shape[0])
     seen = seen.broadcast_to((*(1,) * (4 - seen.dim()), *seen.shape)[:2] + shape)
     return ~seen if hidden is None else hidden | ~seen
 
 
-def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
-    """The scores that a function makes of those of a tile, in memory of their own."""
+def _score_forward(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
+    """Return the scores of a tile after the score function, in new memory."""
     functions, score = batch.functions, indices["score"]
     changed = evaluated(
-        functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden)
+        functions.score, indices, functions.score_tensors, score.dtype, counted=_checked_pairs(batch, hidden)
     )
     return changed.broadcast_to(score.shape).clone()
 
 
-def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
-    """The gradient of the scores that a function changed, of those that it gave; adds to that of what it
-    reads.
+def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
+    """Return the gradient of the scores before the score function, given ``ds`` after it.
+
+    Adds the gradients of the tensors that the function captures to ``dcaptured``.
     """
     functions, d = batch.functions, ds.view_as(tile.indices["score"])
     found = differentiated(by, d, tile.hidden, tile.indices, functions.score_tensors, dcaptured)
     return found.reshape(ds.shape)
 
 
-def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:
-    """The pairs whose indices are checked, with ``ATTNLIB_CHECK=1``: those that may be seen."""
+def _checked_pairs(batch: Batch, hidden: Tensor | None) -> Tensor | None:
+    """Return the pairs whose indices are checked with ``ATTNLIB_CHECK=1``: all that may be visible.
+
+    None means that checks are off.
+    """
     if not are_checks_on(batch.q):
         return None
     return torch.tensor(True, device=batch.q.device) if hidden is None else ~hidden

@@ -1,4 +1,4 @@
-"""The Triton backend: kernels for GPUs from sm_80 on, or interpreted without one."""
+"""The Triton backend: kernels for GPUs from sm_80 on, which also run in Triton's interpreter."""
 
 from torch import Tensor
 
@@ -18,9 +18,9 @@ from .launching.launch import against
 
 
 class TritonBackend:
-    """A backend, as :class:`attnlib.dispatch.Backend` says, of operators of this name.
+    """A backend (see :class:`attnlib.dispatch.Backend`) whose operators are registered under ``name``.
 
-    ``hopper`` says whether kernels that only Hopper has may run a call, where there are some for it.
+    With ``hopper``, calls on Hopper may use the dedicated Hopper kernels.
     """
 
     cannot_store, write_cache = staticmethod(cannot_store), staticmethod(write_cache)
@@ -31,9 +31,10 @@ class TritonBackend:
         self.dense, self.cached = Dense(name, hopper=hopper), Cached(name, hopper=hopper)
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
-        """Why this backend cannot run ``spec``."""
+        """Return the reasons why this backend cannot run ``spec``."""
         layout = spec.layout
-        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype  # of what is multiplied
+        # The dtype of matrix products.
+        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
@@ -45,40 +46,43 @@ class TritonBackend:
         largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
         if largest > widest:
             reasons.append(
-                f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}"
+                f"has {'a backward' if spec.grad else 'kernels'} for heads of up to {widest}, got {largest}"
             )
         elif spec.value_dim > WIDEST_VALUE:
-            reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
+            reasons.append(f"has kernels for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
         return reasons
 
     def slow(self, spec: AttentionSpec) -> list[str]:
-        """Why this backend would copy K or V."""
+        """Return the reasons why this backend would copy K or V."""
         return [
             f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided
         ]
 
     def failures(self, spec: AttentionSpec) -> list[str]:
-        """Name each private part of torch and Triton that failed its trial, and what that costs."""
+        """Return the private functions of torch and Triton that failed their trial, and the cost of each."""
         return [*watched.failures(), *(launch.failures(spec.arch) if spec.device == "cuda" else [])]
 
     def variant(self, call: Call) -> str:
-        """Which of its kernels run a call."""
+        """Return the name of the kernels that run a call."""
         return self.dense.variant(call) if call.kv is None else self.cached.variant(call)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Dense or packed attention and its LSE."""
+        """Return dense or packed attention and its LSE."""
         return self.dense.attention(call)
 
     def cached_attention(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Attention over stored keys and its LSE."""
+        """Return attention over a cache and its LSE."""
         return self.cached.attention(call)
 
     def gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-        """The gradients of a piece of a larger call, of which these are the parts at its queries."""
-        return self.dense.operators.of_piece(call, dout, out, lse)
+        """Return the contribution of a chunk to the gradients of a larger call.
+
+        ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+        """
+        return self.dense.operators.chunk_gradients(call, dout, out, lse)
 
     def prepare(self, call: Call) -> Run | None:
-        """A quicker way to run this call again, on tensors of the same layouts."""
+        """Return a faster function that repeats this call on tensors of the same layouts, or None."""
         return self.dense.prepare(call) if call.kv is None else self.cached.prepare(call)
 
 

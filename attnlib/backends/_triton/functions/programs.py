@@ -1,7 +1,7 @@
-"""Programs of indices as device functions, which kernels take as constexpr arguments and inline.
+"""Mask and score programs as device functions, which kernels take as constexpr arguments and inline.
 
-What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are
-int32, scalars and tiles that broadcast, and below the ``bounds`` that a function is written for.
+Captured tensors are passed as ``t``, a tuple with a ``Table`` for each. Indices are int32 scalars, or int32
+tiles that broadcast, and stay below the ``bounds`` that a function is written for.
 """
 
 import linecache
@@ -19,49 +19,51 @@ from .sources import FunctionSource, derivative_source, gradients_source, source
 
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
-    """Captured tensors as kernels take them; None for one that is not there."""
+    """Return captured tensors as kernels take them; None stays None."""
     from ..kernels.elements import Table
 
     return tuple(None if x is None else Table(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
 
 
 def learned(program: Program) -> tuple[int, ...]:
-    """The numbers of the tensors that a score program has gradients for."""
+    """Return the indices of the captured tensors that a score program has gradients for."""
     return tuple(sorted({int(x.tensor.name[1:]) for x in derivative(program).reads}))
 
 
 @remembered
 def function_of(program: Program, bounds: Bounds) -> Callable:
-    """``mask(b, h, i, j, first, t)``, which broadcasts, or ``score(score, b, h, i, j, first, t)``, a whole
-    tile.
+    """Return a mask function ``mask(b, h, i, j, first, t)`` or ``score(score, b, h, i, j, first, t)``.
+
+    The result of ``mask`` broadcasts to a tile; that of ``score`` is a whole tile.
     """
     return device_function(source(program, bounds))
 
 
 @remembered
 def derivative_of(program: Program, bounds: Bounds) -> Callable:
-    """``derivative(score, d, b, h, i, j, first, t)``: by the score, where ``d`` is that by what the program
-    gives.
+    """Return ``derivative(score, d, b, h, i, j, first, t)``, the backward of a score function.
+
+    ``d`` is the gradient of the changed scores; ``derivative`` returns the gradient of the input scores.
     """
     return device_function(derivative_source(program, bounds))
 
 
 @remembered
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
-    """``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None where the program has no gradients.
+    """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
-    It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for
-    others. Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and
-    derivatives are.
+    The function adds to ``grads``, a tuple with an fp32 ``Table`` for each tensor that is :func:`learned` and
+    None for the others. ``seen`` is True or a tile of bools. Pairs outside it add nothing, whatever their
+    scores and derivatives are.
     """
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 
 
 def device_function(source: FunctionSource) -> Callable:
-    """What Triton makes of a source, whose module and file are named by what it says: no two share their
-    compilations.
+    """Compile a source to a Triton function in a module and file named by a hash of the text.
 
-    Triton asks inspect for the source, which finds it among the lines that linecache holds.
+    Different texts therefore never share a compilation. Triton gets the source from inspect, which finds it
+    in linecache.
     """
     from ..kernels import elements
     from ..kernels.scores import LOG2E, tanh
@@ -69,17 +71,17 @@ def device_function(source: FunctionSource) -> Callable:
     digest = sha256(source.text.encode()).hexdigest()[:16]
     file = f"<{source.name} {digest}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    names = {
-        name: x for name, x in vars(elements).items() if not name.startswith("__")
-    }  # triton and tl among them
+    # Includes triton and tl.
+    names = {name: x for name, x in vars(elements).items() if not name.startswith("__")}
     names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
     exec(compile(source.text, file, "exec"), names)
     return names[source.name]
 
 
 def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
-    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by
-    side.
+    """Return the kernel arguments for captured tensors, and for their gradients if ``grads`` is given.
+
+    In ``grads`` the gradients lie side by side, and kernels add to them.
     """
     if a.mask_program is a.score_program is None:
         return {}
@@ -92,17 +94,20 @@ def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
 
 @remembered
 def _reads(program: str) -> int:
-    """How many tensors a program reads."""
+    """Return the number of tensors that a program reads."""
     return len(Program(program).parsed.captured)
 
 
 def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: int) -> Bounds:
-    """The bounds of the indices that functions of a call are given; nobody knows those of a piece."""
+    """Return upper bounds on the indices that the functions of a call see.
+
+    A chunk of a larger call gets the widest bounds, since its indices are unknown.
+    """
     return Bounds.of(sequences, heads, tokens) if a.origin is None else ANYWHERE
 
 
 def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """The functions of indices that kernels inline, of a mask and of scores; None without."""
+    """Return the mask and score functions for kernels to inline; None for a missing one."""
     named = {"MASK": a.mask_program, "SCORE": a.score_program}
     return {
         name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()
@@ -110,9 +115,7 @@ def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
 
 
 def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """Return the device functions for the derivative of a score function, or None for each if there is
-    none.
-    """
+    """Return the device functions for the derivative of a score function; None for each without one."""
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
         return {"DERIVATIVE": None, "GRADIENTS": None}

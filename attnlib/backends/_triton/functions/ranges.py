@@ -1,6 +1,4 @@
-"""Bounds on the integers of a program: kernels compute in int32 what cannot overflow it, and the rest in
-int64.
-"""
+"""Ranges of a program's integers: kernels use int32 for values that cannot overflow it, otherwise int64."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -9,21 +7,21 @@ from typing import NamedTuple
 from ....tracing.kinds import BITS, FLOAT, limits
 from ....tracing.program import INDICES
 
-FARTHEST = 1 << 30  # what indices of a call are below where its shapes do not tell, as in a piece of another
+FARTHEST = 1 << 30  # the bound on indices if shapes do not limit them, as in a chunk of a larger call
 
 
 class Range(NamedTuple):
-    """Integers from ``least`` to ``most``."""
+    """The integers from ``least`` to ``most``, both included."""
 
     least: int
     most: int
 
     def within(self, other: "Range") -> bool:
-        """True if the other range has all of them."""
+        """True if ``other`` contains this range."""
         return other.least <= self.least and self.most <= other.most
 
     def joined(self, other: "Range") -> "Range":
-        """The least range that has both."""
+        """Return the smallest range that contains both."""
         return Range(min(self.least, other.least), max(self.most, other.most))
 
 
@@ -31,9 +29,10 @@ INT32 = Range(-(1 << 31), (1 << 31) - 1)
 
 
 class Bounds(NamedTuple):
-    """Upper bounds on the indices of a call, powers of two: its sequences, heads and tokens.
+    """Upper bounds on the indices of a call, as powers of two: sequences, heads and tokens.
 
-    A kernel is compiled for each value; calls of usual sizes share one.
+    A kernel is compiled for each combination. The defaults are minima, so calls of usual sizes share a
+    kernel.
     """
 
     sequences: int = 1 << 16
@@ -42,14 +41,13 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, sequences: int, heads: int, tokens: int) -> "Bounds":
-        """The bounds of a call of so many."""
+        """Return the bounds of a call with these numbers of sequences, heads and tokens."""
         known = zip(cls(), (sequences, heads, tokens), strict=True)
         return cls(*(max(least, 1 << max(0, n - 1).bit_length()) for least, n in known))
 
     def inputs(self) -> dict[str, Range]:
-        """The range of each index; that of a query is below 0 where there are more of them than keys."""
-        of_tokens = Range(-self.tokens, self.tokens - 1)
-        known = dict.fromkeys(INDICES, of_tokens)
+        """Return the range of each index; queries start below 0 if there are more queries than keys."""
+        known = dict.fromkeys(INDICES, Range(-self.tokens, self.tokens - 1))
         return known | {"b": Range(0, self.sequences - 1), "h": Range(0, self.heads - 1)}
 
 
@@ -57,13 +55,14 @@ ANYWHERE = Bounds(FARTHEST, FARTHEST, FARTHEST)
 
 
 def range_of(kind: str) -> Range | None:
-    """All integers of a kind; None for floats."""
+    """Return the range of all integers of a kind; None for floats."""
     return None if kind == FLOAT else Range(*limits(kind))
 
 
 def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
-    """The range of an operation of integers, before they wrap around at the limits of their kind,
-    ``takes``.
+    """Return the range of an integer operation's results before they wrap around.
+
+    ``takes`` is the kind of the operands, at whose limits results wrap around.
     """
     (a, b), (c, d) = operands[0], operands[-1]
     match operation:
@@ -93,16 +92,16 @@ def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
         case "bitnot":
             return Range(~b, ~a)
         case "lshift":
-            shifts = range(max(c, 0), min(d, BITS[takes] - 1) + 1)  # others give 0
+            shifts = range(max(c, 0), min(d, BITS[takes] - 1) + 1)  # other shifts give 0
             shifted = [x << y for x, y in product((a, b), (shifts[0], shifts[-1]))] if shifts else []
             return _hull([*shifted, *[0] * (c < 0 or d >= BITS[takes])])
         case "rshift":
             return Range(min(a, 0), max(b, 0))
-    raise AssertionError(f"no operation of integers: {operation}")
+    raise AssertionError(f"unknown integer operation: {operation}")
 
 
 def _divisors(c: int, d: int) -> list[int]:
-    """Divisors from ``c`` to ``d`` that quotients are the farthest of; 0 counts as 1."""
+    """Return the divisors between ``c`` and ``d`` that give the extreme quotients; 0 counts as 1."""
     found = [x for x in (c, d) if x] + [x for x in (-1, 1) if c <= x <= d]
     return [*found, 1] if c <= 0 <= d else found
 

@@ -1,4 +1,4 @@
-"""Programs of indices in Triton's language: a line of source for each step. Imports no triton."""
+"""Mask and score programs in Triton's language, one line of source per step. Does not import triton."""
 
 import math
 from collections.abc import Sequence
@@ -29,24 +29,24 @@ SPELLED = MappingProxyType(
 MINIMA = MappingProxyType(
     {"minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum"}
 )
-TILES = frozenset(("score", BY_RESULT))  # inputs that are whole tiles
-ALONG = frozenset(("i", "j")) | TILES  # and those that are no scalars
+TILES = frozenset(("score", BY_RESULT))  # the inputs that are whole tiles
+ALONG = frozenset(("i", "j")) | TILES  # the inputs that are not scalars
 LARGEST, SMALLEST = (
     (2 - 2**-23) * 2.0**127,
     2.0**-126,
-)  # of fp32; beyond them Triton takes a number to be of fp64
-EXACT = 2.0**64  # powers of two up to here, and 1 over them, are fp32 numbers
+)  # the limits of fp32; Triton takes constants beyond them as fp64
+EXACT = 2.0**64  # powers of two up to this one, and their inverses, are exact in fp32
 
 
 class FunctionSource(NamedTuple):
-    """The text of a device function of this name."""
+    """The name and the source text of a device function."""
 
     name: str
     text: str
 
 
 def source(program: Program, bounds: Bounds) -> FunctionSource:
-    """A mask or a score."""
+    """Return the source of a mask or score function."""
     parsed = program.parsed
     body = _Body(parsed.inputs, parsed.steps, bounds)
     if "score" in parsed.inputs:
@@ -59,7 +59,7 @@ def source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
-    """The derivative of a score by the score that it was made of."""
+    """Return the source of a function that propagates a gradient through a score function."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
     says = (
@@ -71,7 +71,7 @@ def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
-    """What adds up the gradients of the tensors that a score reads."""
+    """Return the source of a function that sums the gradients of the tensors a score function reads."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, operands_of(by.reads)), bounds)
     lines = list(body.lines)
@@ -87,9 +87,9 @@ def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 class _Body:
-    """Steps as lines, and operands as these spell them.
+    """The steps of a program as lines of source, and their operands as expressions.
 
-    Integers are tiles of int32, and of int64 if they may lie beyond.
+    Integers are int32 tiles, or int64 tiles if they may exceed int32.
     """
 
     def __init__(self, inputs: Sequence[str], steps: Sequence[Step], bounds: Bounds):
@@ -98,22 +98,22 @@ class _Body:
         self._ranges = {Value(name): known.get(name) for name in inputs}
         self._inputs = {
             Value(name): frozenset((name,)) for name in inputs
-        }  # which of them a value depends on
+        }  # the inputs on which each value depends
         self.lines = [self._line(step) for step in steps]
 
     def mask(self, x: Operand) -> str:
-        """A bool that broadcasts."""
+        """Return an expression for a bool that broadcasts."""
         return self.spelled(x, BOOL) if isinstance(x, Value) else f"tl.full([1, 1], {x}, tl.int1)"
 
     def tile(self, x: Operand, like: str) -> str:
-        """A float for each element of a tile."""
+        """Return an expression for a float tile with the shape of ``like``."""
         if not isinstance(x, Value):
             return f"tl.full({like}.shape, {self.spelled(x, FLOAT)}, tl.float32)"
         whole = self._inputs[x] & TILES
         return self.spelled(x, FLOAT) if whole else f"tl.broadcast_to({self.spelled(x, FLOAT)}, {like}.shape)"
 
     def indices(self, table: str, operands: Sequence[Operand]) -> str:
-        """A tuple of ints; constants below 0 count from the end of a table's dimension."""
+        """Return an expression for a tuple of ints; negative constants count from the end of a dimension."""
         found = [
             f"{table}.sizes[{n}] - {-x}" if isinstance(x, int) and x < 0 else self._as_stored(x)
             for n, x in enumerate(operands)
@@ -121,7 +121,10 @@ class _Body:
         return f"({', '.join(found)}{',' * (len(found) == 1)})"
 
     def spelled(self, x: Operand, kind: str, width: int = 32) -> str:
-        """An operand, brought to a kind; an integer to one of so many bits, which hold it."""
+        """Return an operand as an expression, converted to a kind.
+
+        Integers get ``width`` bits, which must hold them.
+        """
         if not isinstance(x, Value):
             return self._constant(x, kind, width)
         own = self._kinds[x]
@@ -143,11 +146,11 @@ class _Body:
         return self.spelled(x, INT64, self._width(x) if isinstance(x, Value) else 64)
 
     def _width(self, x: Value) -> int:
-        """The bits of the integers that a value is a tile of; bools are brought to 32."""
+        """Return the bits of the integer tile that holds a value; bools are widened to 32."""
         return 32 if self._ranges[x].within(NARROW) else 64
 
     def _range(self, x: Operand, kind: str) -> Range:
-        """The range of an operand that is brought to a kind of integers."""
+        """Return the range of an operand after conversion to an integer kind."""
         if isinstance(x, Value):
             return self._ranges[x]
         return Range(*[wrapped(int(x), kind)] * 2)
@@ -158,7 +161,7 @@ class _Body:
         self._kinds[step.result], self._ranges[step.result] = step.kind, range_of(step.kind)
         written = self._written(step)
         if step.kind == BOOL and step.takes == FLOAT and not self._inputs[step.result] & ALONG:
-            # The interpreter would broadcast a bool scalar as a number of what was compared.
+            # Triton's interpreter would broadcast a bool scalar with the dtype of the operands.
             written = f"tl.where({written}, 1, 0) != 0"
         return f"{step.result.name} = {written}"
 
@@ -199,7 +202,7 @@ class _Body:
         (x,), kind = step.operands, step.kind
         if kind in (BOOL, FLOAT):
             return self.spelled(x, kind)
-        if step.takes == FLOAT:  # through an integer that holds it, as torch does
+        if step.takes == FLOAT:  # through int32 or int64, as torch does
             width = 64 if kind == INT64 else 32
             return self._held(
                 f"tl.cast({self.spelled(x, FLOAT)}, tl.int{width})", kind, range_of(INT64), width, step
@@ -209,8 +212,9 @@ class _Body:
         return self._held(self.spelled(x, INT64, width), kind, known, width, step)
 
     def _held(self, written: str, kind: str, known: Range, width: int, step: Step) -> str:
-        """An integer of this range and so many bits as its kind has it, and in the bits in which its value is
-        held.
+        """Wrap an integer expression to its kind's limits, and cast it to the width that holds its value.
+
+        ``known`` is the range of the expression, and ``width`` its number of bits.
         """
         if not known.within(range_of(kind)):
             if kind in (INT32, INT64):
@@ -224,14 +228,14 @@ class _Body:
         return written if own == width else f"tl.cast({written}, tl.int{own})"
 
     def _compared(self, step: Step) -> str:
-        """A comparison of integers, or of bools as such, in int32 if one of both is."""
+        """Return a comparison of integers or bools, in int32 if one of the two always fits int32."""
         kind = INT32 if step.takes == BOOL else step.takes
         ranges = [self._range(x, kind) for x in step.operands]
         narrow = [known.within(NARROW) for known in ranges]
         width = 32 if all(narrow) else 64
         spelled = [self.spelled(x, kind, width) for x in step.operands]
         if any(narrow) and width == 64:
-            # The other number may as well be the next one beyond the range of this one.
+            # Clamping the wide operand to just beyond the range of the narrow one does not change the result.
             n = narrow.index(True)
             least, most = ranges[n].least - 1, ranges[n].most + 1
             if Range(least, most).within(NARROW) and isinstance(step.operands[n], Value):
@@ -241,7 +245,7 @@ class _Body:
         return SPELLED[step.operation].format(*spelled)
 
     def _of_integers(self, step: Step) -> str:
-        """A step whose operands are integers, in int32 if neither they nor what it gives may lie beyond."""
+        """Return a step with integer operands, in int32 if operands and result always fit int32."""
         operation, kind = step.operation, step.takes
         condition, operands = step.operands[:-2], step.operands
         if operation == "where":
@@ -253,7 +257,7 @@ class _Body:
         spelled = [self.spelled(x, kind, width) for x in operands]
         last = (
             operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
-        )  # a constant of this kind
+        )  # a constant, wrapped to its kind
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
         elif operation in MINIMA:
@@ -267,14 +271,15 @@ class _Body:
         return self._held(written, kind, known, width, step)
 
     def _power(self, x: Operand, y: Operand) -> str:
-        """A power of which one number is a constant."""
+        """Return a power whose base or exponent is a constant."""
         if not isinstance(x, Value):
             return f"tl.exp2({self.spelled(y, FLOAT)} * {_number(math.log2(x))})"
         return f"power({self.spelled(x, FLOAT)}, {_number(y)}, {y == int(y)}, {y % 2 == 1})"
 
     def _divided(self, operands: Sequence[Operand], x: str, y: str) -> str:
-        """A quotient; of ints it is rounded as torch does, since what follows may ask whether it is an
-        integer.
+        """Return a quotient.
+
+        Integer quotients are rounded as in torch, since later steps may test if they are integers.
         """
         divisor = operands[1]
         if (
@@ -294,8 +299,12 @@ def _rounded_down(operation: str, divisor: Value | int, x: str, y: str, width: i
 
 
 def _shifted(operation: str, kind: str, by: Value | int, x: str, y: str, width: int) -> str:
-    """A shift; as in torch, one by fewer than 0 bits or by all of them leaves none, or the sign."""
-    most = min(BITS[kind] - (limits(kind)[0] < 0), width - 1)  # that a shift to the right differs by
+    """Return a shift.
+
+    As in torch, a shift that is negative or at least the number of bits gives 0, or -1 for a negative number
+    shifted right.
+    """
+    most = min(BITS[kind] - (limits(kind)[0] < 0), width - 1)  # longer right shifts give the same result
     if isinstance(by, Value):
         return f"{operation}ed({x}, {y}, {BITS[kind] if operation == 'lshift' else most}, tl.int{width})"
     if operation == "rshift":
@@ -304,7 +313,7 @@ def _shifted(operation: str, kind: str, by: Value | int, x: str, y: str, width: 
 
 
 def _number(x: bool | int | float) -> str:
-    """A constant in fp32."""
+    """Return a constant as an fp32 literal."""
     x = float(x)
     if math.isnan(x) or abs(x) > LARGEST:
         return f'float("{math.copysign(math.inf, x) if x == x else x}")'

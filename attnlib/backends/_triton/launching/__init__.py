@@ -1,5 +1,5 @@
-"""Kernel launches: through Triton the first time, directly from then on.
+"""Kernel launches: the first through Triton, cached launches directly from then on.
 
-This is the only room that uses private parts of Triton, each after a trial (``direct.py``). ``launch.py``
-defines the launch record that dense and decode compute.
+No other folder uses private parts of Triton. Each is used only after a trial (``direct.py``). ``launch.py``
+defines ``Launch``, which the launch plans of the dense and decode folders contain.
 """

@@ -1,7 +1,7 @@
-"""Private ways of torch and Triton to start a compiled kernel, each tried before it is taken.
+"""Private functions of torch and Triton that start a compiled kernel, each tried before it is used.
 
-Nothing here is listed by version: Triton's launcher must take arguments in a known order, and a tiny kernel
-that is started so must write the same bits as one that Triton starts.
+There is no list of versions. Triton's launcher must take its arguments in a known order, and a tiny kernel
+that is launched directly must write the same bits as through Triton.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from ....internal import probes
 from ....internal.probes import answer, failure_of
 
 DIRECT, STREAMS = "direct launches", "the current device and stream"
-STREAM = 3  # the place of the stream among what starts a binary, after the grid
-MOST = 1024  # descriptors of a block that are kept
-# What launchers take, by Triton's names: up to 3.6 the last four stand for themselves in ``args``.
+STREAM = 3  # the position of the stream in a launcher's arguments, after the grid
+MOST = 1024  # descriptors of a block that are cached
+# Parameters of Triton's launcher; up to Triton 3.6 the last four have no names and are part of ``args``.
 FIRST = ("gridX", "gridY", "gridZ", "stream", "function")
 LATER = (*FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 
@@ -31,8 +31,9 @@ class Streams(NamedTuple):
 
 
 def streams() -> Streams:
-    """torch's private functions, a microsecond sooner, once they have agreed with the public ones; else
-    these.
+    """Return torch's private functions if their trial succeeded, otherwise the public ones.
+
+    The private functions are a microsecond faster.
     """
     return answer(STREAMS, _find_streams) or PUBLIC
 
@@ -55,7 +56,7 @@ def _find_streams() -> Streams:
 
 
 def _compare_streams(private: Streams) -> None:
-    """Ask both ways on the current stream and on another one."""
+    """Compare private with public functions on the current stream and on another one."""
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             device = torch.cuda.current_device()
@@ -64,15 +65,18 @@ def _compare_streams(private: Streams) -> None:
                 (device, _public_stream(device)),
             )
         if found != public:
-            raise RuntimeError(f"it says device and stream {found} where public functions say {public}")
+            raise RuntimeError(f"it returns device and stream {found}, but public functions return {public}")
 
 
-class Started(NamedTuple):
-    """The prepared launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
+class CachedLaunch(NamedTuple):
+    """A cached launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
 
-    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on,
-    descriptors at places of their own, each of a tensor by its name, and what functions of indices read from
-    ``read`` on. Triton's ``hooks`` say whether a profiler follows launches.
+    Attributes:
+        arguments: all arguments; the current stream goes to position ``STREAM``.
+        first: position of the first tensor address.
+        descriptors: position, tensor name and descriptors for each descriptor argument.
+        read: position of the first tuple of captured tensors.
+        hooks: Triton's launch hooks, which show whether a profiler follows launches.
     """
 
     device: int
@@ -85,8 +89,9 @@ class Started(NamedTuple):
     read: int
 
     def stream(self) -> int | None:
-        """The stream to start on, the current one; None where Triton must be asked: on another device, or
-        followed.
+        """Return the current stream, or None if the launch must go through Triton.
+
+        This is so on another device, and under a profiler.
         """
         hooks, ask = self.hooks, self.streams
         if (
@@ -99,9 +104,9 @@ class Started(NamedTuple):
 
 
 class Descriptors(dict):
-    """The descriptors of one block by the addresses of its tensor, made where there is none yet.
+    """The descriptors of one block by the address of its tensor, created when first needed.
 
-    All else is as in the first one, so that nothing is checked again.
+    They differ only in the address, so nothing is validated again.
     """
 
     def __init__(self, make: Callable[[int], object]):
@@ -115,7 +120,7 @@ class Descriptors(dict):
 
 
 class Direct(NamedTuple):
-    """The launches that may go directly: ``plain`` ones without a descriptor, ``described`` ones with one."""
+    """The launches that may be direct: ``plain`` ones without a descriptor, ``described`` ones with one."""
 
     plain: bool
     described: bool
@@ -123,7 +128,7 @@ class Direct(NamedTuple):
 
 
 def direct(attempt: Callable[[bool], None]) -> Direct | None:
-    """Find, once, which launches may go directly; return None if that cannot be tried now.
+    """Return the launches that may be direct, found by a single trial; None if it cannot run now.
 
     ``attempt`` launches a tiny kernel both ways, with a descriptor or without, and raises if the bits differ.
     """
@@ -131,7 +136,7 @@ def direct(attempt: Callable[[bool], None]) -> Direct | None:
 
 
 def failures(attempt: Callable[[bool], None]) -> list[str]:
-    """Why launches do not go directly, or torch is asked in public for the stream, if so."""
+    """Return why launches go through Triton, or why the stream comes from public functions, if so."""
     return [
         *probes.failures(STREAMS, _find_streams),
         *probes.failures(DIRECT, partial(_find_direct, attempt)),
@@ -141,24 +146,25 @@ def failures(attempt: Callable[[bool], None]) -> list[str]:
 def _find_direct(attempt: Callable[[bool], None]) -> Direct:
     if why := failure_of(lambda: attempt(False)):
         return Direct(
-            False, False, (f"{DIRECT}: {why}; Triton is asked at every launch, which takes about 40 us",)
+            False, False, (f"{DIRECT}: {why}; every launch goes through Triton, which takes about 40 us",)
         )
     if torch.cuda.get_device_capability()[0] < 9:
-        return Direct(True, True)  # where no kernel takes a descriptor
+        return Direct(True, True)  # no kernel takes descriptors before Hopper
     why = failure_of(lambda: attempt(True))
-    cost = "Triton is asked at every launch of a dedicated Hopper kernel, which takes about 40 us"
+    cost = "launches of dedicated Hopper kernels go through Triton, which takes about 40 us each"
     return Direct(True, not why, (f"{DIRECT} with descriptors: {why}; {cost}",) if why else ())
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """Return the function that starts a binary, its arguments between stream and tensors, and each
-    descriptor's values.
+    """Return the function that starts a binary, its constant arguments, and the descriptors of each block.
 
-    It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, where the
-    arguments stand in another order or a kernel needs memory of its own, the one in Python before it.
+    Constant arguments are those between the stream and the tensors. Each block also has a list of sizes that
+    follow its descriptor. The function is Triton's launcher in C, which takes descriptors in the GPU's
+    encoding. If its arguments are in another order, or the kernel needs scratch memory, it is the Python
+    function above it.
 
     Raises:
-        TypeError: the launcher takes other arguments than these.
+        TypeError: the launcher takes unknown arguments.
     """
     run, function, metadata, no_hooks = (
         binary.run,
@@ -166,11 +172,12 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
         binary.packed_metadata,
         (None, None, None),
     )
-    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]  # which keep no tensor
+    # Moving a descriptor to address 0 lets go of its tensor.
+    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]
     *named, rest = signature(run).parameters.values()
     names = tuple(x.name for x in named)
     if rest.kind is not rest.VAR_POSITIONAL or names not in (FIRST, LATER):
-        raise TypeError(f"Triton's launcher takes {signature(run)}, which is not known")
+        raise TypeError(f"Triton's launcher takes unknown arguments: {signature(run)}")
     if names == LATER or not hasattr(run, "launch") or run.global_scratch_size or run.profile_scratch_size:
         return run, (function, metadata, *no_hooks), described
     start, constants = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
@@ -186,22 +193,22 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
 
 
 class _Address(int):
-    """An address, which Triton asks a tensor for."""
+    """An address with the ``data_ptr`` method of a tensor, which Triton calls."""
 
     def data_ptr(self) -> int:
-        """Itself."""
+        """Return the address."""
         return self
 
 
 def _moved(descriptor: object, address: int) -> object:
-    """The same descriptor of a tensor elsewhere."""
+    """Return the same descriptor for a tensor at another address."""
     new = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__, base=_Address(address))
     return new
 
 
 def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
-    """The chip's descriptors like this one, of tensors elsewhere, and the sizes that kernels take besides."""
+    """Return descriptors in the GPU's encoding by address, and the sizes that kernels take after them."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 

@@ -1,4 +1,4 @@
-"""What Triton compiles a kernel anew for, of all that a launch hands on."""
+"""The launch arguments that Triton specializes on."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def aligned(addresses: list[int | None]) -> object:
-    """Which of these addresses are multiples of 16 bytes, as Triton tells them apart; True for all."""
+    """Return the alignment of addresses that Triton specializes on.
+
+    True means that all are multiples of 16 bytes; otherwise a tuple has a bool for each address.
+    """
     bits = 0
     for address in addresses:
         bits |= address or 0
@@ -14,13 +17,14 @@ def aligned(addresses: list[int | None]) -> object:
 
 
 def forms(read: Sequence[tuple | None]) -> object:
-    """What Triton compiles a kernel for of all that functions read; () where they read nothing."""
+    """Return the properties of captured tensors that Triton specializes on; () without captured tensors."""
     return tuple(map(_form, read)) if any(read) else ()
 
 
 def _form(x: Tensor | tuple | int | None) -> object:
-    """The same for a tensor and its sizes and strides: dtypes, and which numbers are 1, multiples of 16, or
-    long.
+    """Return the properties that Triton specializes on, for a tensor, a number or a tuple of them.
+
+    A tensor has its dtype and alignment. A number has flags: equal to 1, a multiple of 16, beyond int32.
     """
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & 15 == 0

@@ -1,8 +1,8 @@
-"""The names of Gluon that the dedicated Hopper kernels use, and which of them the installed Triton lacks.
+"""The names of Gluon that the dedicated Hopper kernels use, and the search for those that are missing.
 
-Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument. Where
-the versions of today differ, ``kernels/hopper/primitives.py`` chooses by what is there. This module finds out
-if all the rest is.
+Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument.
+``kernels/hopper/primitives.py`` adapts to the differences between current versions. This module checks that
+the installed Triton has all other names.
 """
 
 import inspect
@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 GLUON = "triton.experimental.gluon.language"
 HOPPER = f"{GLUON}.nvidia.hopper"
-# By module or class, with the keyword arguments. tests/test_gluon_names.py compares them with the kernels.
+# The names in each module or class, with their keyword arguments. tests/test_gluon_names.py compares them
+# with the kernels.
 NAMES = MappingProxyType(
     {
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",
@@ -41,20 +42,20 @@ NAMES = MappingProxyType(
 def missing_names() -> list[str]:
     """Return the names that the Hopper kernels use and this Triton lacks; an empty list if they can be built.
 
-    A keyword argument that a function does not take is ``function(keyword=)``. Never raises: whatever comes
-    of importing Triton means that a name is missing.
+    A missing keyword argument is listed as ``function(keyword=)``. Never raises: any error while importing
+    Triton counts as a missing name.
     """
     missing = [name for of, names in NAMES.items() for word in names.split() for name in _lacking(of, word)]
     if not missing:
         try:
             import_module("attnlib.backends._triton.kernels.hopper.primitives")
-        except Exception as error:  # which says between which names it could not choose
+        except Exception as error:  # its text has the names that it could not choose between
             missing.append(str(error))
     return missing
 
 
 def _lacking(of: str, word: str) -> list[str]:
-    """Return what is missing of one word of ``NAMES``: the name itself, or some of its keyword arguments."""
+    """Return the missing names for a word of ``NAMES``: the name itself, or some keyword arguments."""
     name, _, keywords = word.removesuffix(")").partition("(")
     try:
         found = resolve_name(f"{of}.{name}")

@@ -1,8 +1,8 @@
-"""A kernel with all its arguments but the tensors, launched once through Triton, and directly from then on.
+"""A kernel launch with all arguments except the tensors: through Triton once, directly from then on.
 
-Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs
-to one set of shapes, and remembers. How a binary is started is private to Triton, so this is tried on a tiny
-kernel first; where that fails, every launch is as anybody would.
+Triton inspects every argument to choose a binary, which takes about 40 us for these kernels. A ``Launch``
+belongs to one set of shapes, and caches the binary. Starting a binary is private to Triton, so it is first
+tried on a tiny kernel; if that fails, every launch goes through Triton.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from ....internal.probes import NotNow, answer
 from ....internal.watched import refuse_trials
 from . import direct
 from .config import LaunchConfig
-from .direct import STREAM, Started, starting, streams
+from .direct import STREAM, CachedLaunch, starting, streams
 from .forms import aligned, forms
 from .gluon_names import missing_names
 
@@ -29,20 +29,23 @@ GLUON = "dedicated Hopper kernels"
 
 @lru_cache(4096)
 def planned(plan: Callable, *key):
-    """What a function plans for all that decides: the one store of launches."""
+    """Return the launch plan ``plan(*key)`` from the only cache of launch plans."""
     return plan(*key)
 
 
 def remembered(plan: Callable) -> Callable:
-    """The same function, whose results are remembered by its arguments."""
+    """Cache the results of a function by its arguments, in the cache of launch plans."""
     return wraps(plan)(partial(planned, plan))
 
 
 class Block(NamedTuple):
-    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
+    """The part of a tensor that a descriptor loads at once: rows and columns, of one head if it has heads.
 
-    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. ``pairs``: of stored bytes,
-    as int16. ``together``: of so many heads of a plane ``[pages, page_size, g, d]``.
+    Attributes:
+        of_heads: the tensor has heads.
+        gluon: the kernel is written in Gluon, so the descriptor also gives the layout in shared memory.
+        pairs: stored bytes are loaded in pairs, as int16.
+        together: the number of heads loaded at once from a plane ``[pages, page_size, g, d]``; otherwise 0.
     """
 
     tensor: str
@@ -54,8 +57,12 @@ class Block(NamedTuple):
     together: int = 0
 
     def descriptor(self, x: Tensor):
-        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a
-        vector; of ``[pages, page_size, 1]`` as one row."""
+        """Return a descriptor (TMA) of a tensor.
+
+        A tensor with heads is ``[b, t, h, d]``, or ``[t, h, d]`` if packed. Otherwise it has contiguous rows,
+        or is a vector that is cut into rows, or a plane ``[pages, page_size, 1]``, which becomes a single
+        row.
+        """
         block = self.rows, self.columns
         x = x.view(torch.int16) if self.pairs else x
         if self.together:
@@ -64,7 +71,7 @@ class Block(NamedTuple):
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         elif x.dim() == 1:
             x = x.view(-1, self.columns)
-        elif x.shape[-1] == 1:  # a row begins at a multiple of 16 bytes, and be there but one
+        elif x.shape[-1] == 1:  # even a single row needs a stride of a multiple of 16 bytes
             x = x.as_strided((1, x.numel()), (-(-x.numel() // 16) * 16, 1))
         else:
             x = x.view(-1, x.shape[-1])
@@ -80,7 +87,7 @@ class Block(NamedTuple):
 
 @remembered
 def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
-    """How a tile lies in shared memory where matrix products read it."""
+    """Return the layout in shared memory of a tile that matrix products read."""
     from triton.experimental.gluon import language as gl
 
     name = str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "float8e4nv")
@@ -88,12 +95,16 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 class Launch:
-    """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
+    """A launch of ``programs`` programs of a kernel, for one device and one set of tensor layouts.
 
-    The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which
-    ``blocks`` are there, each with its :class:`Block`, what functions of indices read (``x_tensors``), and
-    what ``arguments`` say by name, in which there may be more. ``early``: the kernel starts while the one
-    before it runs, and waits for it where it needs what that one makes.
+    The names of the kernel's parameters say which arguments they take:
+        x_ptr      a tensor.
+        x_desc     a descriptor, if ``blocks`` has a :class:`Block` of this name, otherwise None.
+        x_tensors  a tuple of captured tensors.
+        others     an entry of ``arguments``, which may have more entries.
+
+    With ``early``, the kernel starts while the previous kernel runs, and waits for it before reading its
+    results.
     """
 
     def __init__(
@@ -115,40 +126,42 @@ class Launch:
         }
         self.captured = [name for name in names if name.endswith("_tensors")]
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
-        # What all kernels were tested and measured with; it stops being Triton's default in 3.10.
+        # All kernels were tested and measured with FP fusion, which Triton 3.10 no longer enables by default.
         self.options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._started: dict[object, Started] = {}  # by all that Triton compiles a kernel for
+        self._cached: dict[object, CachedLaunch] = {}  # by everything that Triton specializes on
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on tensors by name, of which there may be more, on the current stream of their device."""
+        """Launch on tensors by name, on the current stream of their device; other tensors are ignored."""
         if not self.programs:
             return
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
-        started = self.started(addresses, read)
-        if started is None or (stream := started.stream()) is None:
-            self._ask(tensors)
+        cached = self.cached(addresses, read)
+        if cached is None or (stream := cached.stream()) is None:
+            self._launch_and_cache(tensors)
             return
-        arguments = started.arguments.copy()
+        arguments = cached.arguments.copy()
         arguments[STREAM] = stream
-        arguments[started.first : started.first + len(addresses)] = addresses
-        for place, name, descriptors in started.descriptors:
+        arguments[cached.first : cached.first + len(addresses)] = addresses
+        for place, name, descriptors in cached.descriptors:
             arguments[place] = descriptors[tensors[name].data_ptr()]
-        arguments[started.read : started.read + len(read)] = read
-        started.start(*arguments)
+        arguments[cached.read : cached.read + len(read)] = read
+        cached.start(*arguments)
 
     def addresses(self, tensors: dict[str, Tensor | None]) -> list[int | None]:
-        """The addresses of the kernel's tensors, in its order."""
+        """Return the addresses of the kernel's tensors, in the order of its parameters."""
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
-    def started(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> Started | None:
-        """How this starts on tensors aligned as those at these addresses, and functions that read what is
-        alike; None where it never has."""
-        return self._started.get((aligned(addresses), forms(read)))
+    def cached(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> CachedLaunch | None:
+        """Return the cached launch, or None before the first one through Triton.
 
-    def _ask(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch as anybody would, and remember how Triton does it."""
+        Addresses count by their alignment, and captured tensors by the properties that Triton specializes on.
+        """
+        return self._cached.get((aligned(addresses), forms(read)))
+
+    def _launch_and_cache(self, tensors: dict[str, Tensor | None]) -> None:
+        """Launch through Triton, and cache the launch if it may be direct."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
         if pointers[0].is_cuda and device != streams().current_device():
@@ -156,19 +169,19 @@ class Launch:
                 self.on(tensors)
             return
         binary, made = self.through_triton(tensors)
-        may = None if binary is None else direct.direct(_compare_bits)  # None is under the interpreter
+        may = None if binary is None else direct.direct(_compare_bits)  # the interpreter has no binary
         if may is not None and (may.described if any(x is not None for x in made) else may.plain):
             self.remember(binary, made, tensors)
 
     def through_triton(self, tensors: dict[str, Tensor | None]) -> tuple[object, list]:
-        """Launch as anybody would; the binary that ran, and its descriptors."""
+        """Launch through Triton, and return the binary that ran and its descriptors."""
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
         read = [tensors.get(name) for name in self.captured]
         run = self.kernel[(self.programs,)]
         return run(*self._pick(tensors), *made, *read, *self._values, **self.options), made
 
     def remember(self, binary: object, made: list, tensors: dict[str, Tensor | None]) -> None:
-        """Start this binary directly from now on, for tensors that Triton would choose it for."""
+        """Cache the direct launch of this binary for tensors that Triton would choose it for."""
         from triton.knobs import runtime
 
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
@@ -180,16 +193,19 @@ class Launch:
                 places.append((len(arguments), block.tensor, descriptors))
             arguments += [None, *sizes]
         at = len(arguments)
-        arguments += [*(() if x == () else None for x in read), *self._values]  # which keep no tensor
+        # None in place of captured tensors, which the cached launch must not keep alive.
+        arguments += [*(() if x == () else None for x in read), *self._values]
         device, ask = self._pick(tensors)[0].get_device(), streams()
-        self._started[aligned(addresses), forms(read)] = Started(
+        self._cached[aligned(addresses), forms(read)] = CachedLaunch(
             device, ask, runtime, start, arguments, first, places, at
         )
 
 
 def _compare_bits(descriptors: bool) -> None:
-    """Launch a tiny kernel through Triton, and then directly on other tensors; raise RuntimeError if bits
-    differ.
+    """Launch a tiny kernel through Triton, then directly on other tensors.
+
+    Raises:
+        RuntimeError: the bits differ.
     """
     from ..kernels import trial
 
@@ -205,50 +221,47 @@ def _compare_bits(descriptors: bool) -> None:
     out = [torch.zeros_like(part) for part in expected]
     tensors = [{"x": part, "out": y, **more} for part, y in zip(x, out, strict=True)]
     launch.remember(*launch.through_triton(tensors[0]), tensors[0])
-    started = launch.started(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
-    if started.stream() is None:
+    cached = launch.cached(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
+    if cached.stream() is None:
         raise NotNow("since a profiler follows launches")
     launch.on(tensors[1])
     if not torch.equal(torch.stack(out), expected):
-        raise RuntimeError("a kernel that is started directly writes other bits")
+        raise RuntimeError("a kernel that is launched directly writes different bits")
 
 
 def failures(arch: int) -> list[str]:
-    """Name each part of Triton and torch that failed its trial on a GPU of this architecture, and what that
-    costs.
+    """Return the parts of Triton and torch that failed their trial on this architecture, with their cost.
 
     Raises:
-        NotNow: it cannot be tried here.
+        NotNow: they cannot be tried now.
     """
     launches = direct.failures(_compare_bits) if torch.cuda.is_available() else []
     return [*launches, *(probes.failures(GLUON, _find_gluon) if arch == 90 else [])]
 
 
 class _Gluon(NamedTuple):
-    """True if this Triton has all names of Gluon that the dedicated Hopper kernels use; otherwise the
-    reasons.
-    """
+    """The Gluon trial: one failure if this Triton lacks names that the dedicated Hopper kernels use."""
 
-    is_there: bool
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...]
 
 
 def has_gluon() -> bool:
-    """True if this Triton has what the dedicated Hopper kernels are written with."""
+    """True if this Triton has all of Gluon that the dedicated Hopper kernels use."""
     found = answer(GLUON, _find_gluon)
-    return found is not None and found.is_there
+    return found is not None and not found.failures
 
 
 def _find_gluon() -> _Gluon:
     if not (missing := missing_names()):
-        return _Gluon(True)
+        return _Gluon(())
     named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more names" if len(missing) > 3 else "")
-    return _Gluon(False, (f"{GLUON}: this Triton lacks {named}; the generic kernels run, which are slower",))
+    return _Gluon((f"{GLUON}: this Triton lacks {named}; the generic kernels run, which are slower",))
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
-    """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no
-    GPU.
+    """Return the reasons why no kernel can run with this dtype on this device.
+
+    With ``interpreted``, kernels run in Triton's interpreter, which needs no GPU.
     """
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device == "cuda" and arch < 80:

@@ -1,6 +1,4 @@
-"""Layouts: tensors without addresses, the cache key of a call, and the strides and scalars that kernels
-take.
-"""
+"""Layouts (tensors without addresses), the cache key of a call, and kernels' stride and scalar arguments."""
 
 from typing import NamedTuple
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from ...operators import Arguments, CachedArguments, WriteArguments
 
-INTERPRETED = 2  # multiprocessors of what is no GPU
+INTERPRETED = 2  # multiprocessors assumed without a GPU
 OperatorArguments = Arguments | CachedArguments | WriteArguments
 
 
@@ -22,7 +20,7 @@ class Layout(NamedTuple):
 
     @property
     def is_in_lines(self) -> bool:
-        """True if every row of heads begins at a multiple of 16 bytes of the tensor, as descriptors need."""
+        """True if every row of a head starts at a multiple of 16 bytes of the tensor, as descriptors need."""
         return (
             all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1])
             and 0 not in self.shape
@@ -30,14 +28,14 @@ class Layout(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The cache key of a plan: the arguments of a call, with layouts in place of tensors, and the device."""
+    """The cache key of a launch plan: a call's device and arguments, with layouts in place of tensors."""
 
     device: torch.device
     tf32: bool
-    aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
+    aligned: bool  # tensors that descriptors may load start at multiples of 16 bytes
     arguments: OperatorArguments
-    hopper: bool = True  # whether Hopper's own kernels may run it
-    in_order: bool = False  # whether sums must be added up in a fixed order
+    hopper: bool = True  # True if dedicated Hopper kernels may run it
+    in_order: bool = False  # True if sums must be added in a fixed order
 
     @property
     def layouts(self) -> OperatorArguments:
@@ -46,12 +44,12 @@ class Key(NamedTuple):
 
 
 def layout(x: Tensor | None) -> tuple | None:
-    """The Layout of a tensor, as a plain tuple, which is made in a fifth of the time."""
+    """Return the Layout of a tensor as a plain tuple, which takes a fifth of the time to create."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """True if every tensor that is not None begins at a multiple of 16 bytes."""
+    """True if every tensor that is not None starts at a multiple of 16 bytes."""
     bits = 0
     for x in tensors:
         bits |= 0 if x is None else x.data_ptr()
@@ -59,9 +57,9 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
-    """Return the key of a call; descriptors may load the tensors given beside the arguments."""
+    """Return the cache key of a call; descriptors (TMA) may load ``first`` and ``others``."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    # Tensors that functions of indices capture do not change the plan.
+    # Captured tensors do not change a launch plan.
     layouts = [
         (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a
     ]
@@ -69,9 +67,9 @@ def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
 
 
 def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
-    """Strides as kernels name them: ``stride_qb`` of ``q`` and ``b``.
+    """Return strides by the names that kernels use: ``stride_qb`` for dimension ``b`` of ``q``.
 
-    A packed tensor is a batch of one, whose stride is 0. So are all strides of a tensor that is not there.
+    A packed tensor is a batch of one with the batch stride 0. All strides of a missing tensor are 0.
     """
     found = {}
     for name, x in tensors.items():
@@ -81,12 +79,12 @@ def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The Layout of a new tensor."""
+    """Return the Layout of a new contiguous tensor."""
     return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 def is_plain(a: Arguments) -> bool:
-    """True if scores have no options and no dropout."""
+    """True if scores have neither a softcap nor ALiBi slopes, and there is no dropout."""
     return a.softcap is None and not has_slopes(a) and a.dropout_p == 0
 
 
@@ -96,12 +94,15 @@ def has_slopes(a: Arguments) -> bool:
 
 
 def hides_nothing(a: Arguments) -> bool:
-    """True if every query sees every key, apart from keys that a mask function hides."""
+    """True if every query sees every key, except keys that a mask function hides."""
     return a.left is a.right is a.key_starts is a.key_ends is None
 
 
 def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
-    """The numbers of a mask and of scores; ``reach`` is a distance beyond which nothing is hidden."""
+    """Return the scalar arguments of kernels for the mask's band and the score options.
+
+    ``reach`` is a distance beyond which the band hides nothing; larger numbers are reduced to it.
+    """
     left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))
     per_sequence = a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2
     return {
@@ -111,7 +112,7 @@ def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str,
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Launches that come again with tensors at other addresses alone."""
+"""Cached launches that are repeated with changes only in the addresses of tensors."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -8,82 +8,84 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .direct import STREAM, Started
+from .direct import STREAM, CachedLaunch
 from .launch import Launch, remembered
 
 
-class _Part(NamedTuple):
-    """A launch whose arguments are there, but for those at these places: each of them with its number among
-    the addresses of a call, and a descriptor with all that there are by address."""
+class _Prepared(NamedTuple):
+    """A cached launch with all arguments filled in, except for the tensors that change with each call.
 
-    started: Started
+    ``places`` pairs the position of an argument with an index into a call's addresses. ``descriptors`` also
+    has the descriptors by address.
+    """
+
+    cached: CachedLaunch
     arguments: list
     places: list[tuple[int, int]]
     descriptors: list[tuple]
 
 
 class Repeated:
-    """Launches, one after the other, on these tensors; those of ``names`` are elsewhere at every call.
+    """A sequence of cached launches on fixed tensors, except for ``names``, which change with each call.
 
-    A tensor that no kernel takes may be named too, and one that is not there, whose address is 0.
+    ``names`` may include tensors that no kernel takes, and absent tensors, whose address is 0.
     """
 
     def __init__(self, launches: Sequence[Launch], tensors: dict[str, Tensor | None], *names: str):
         self._launches, self._tensors, self._names = launches, tensors | dict.fromkeys(names), names
-        self._parts: list[_Part] = []
+        self._prepared: list[_Prepared] = []
 
     def on(self, addresses: Sequence[int]) -> bool:
-        """Launch where the tensors of ``names`` are at these addresses, in this order, on the current stream.
+        """Launch on the current stream, with the tensors of ``names`` at these addresses, in this order.
 
-        False, and nothing is launched, where :meth:`Launch.on` must be asked: before it has launched each of
-        these, for addresses that are no multiples of 16 bytes, on another device, or under a profiler.
+        Returns False, without launching, if :meth:`Launch.on` must be used instead: before each launch has
+        run once, if an address is not a multiple of 16 bytes, on another device, or under a profiler.
         """
-        parts = self._parts or self._prepare()
-        if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].started.stream()) is None:
+        parts = self._prepared or self._prepare()
+        if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].cached.stream()) is None:
             return False
-        for started, known, places, descriptors in parts:
+        for cached, known, places, descriptors in parts:
             arguments = known.copy()
             arguments[STREAM] = stream
             for place, n in places:
                 arguments[place] = addresses[n]
             for place, n, made in descriptors:
                 arguments[place] = made[addresses[n]]
-            started.start(*arguments)
+            cached.start(*arguments)
         return True
 
-    def _prepare(self) -> list[_Part]:
-        """The parts, kept once all launches have started."""
-        parts = [self._part(launch) for launch in self._launches]
-        self._parts = [] if None in parts else parts
-        return self._parts
+    def _prepare(self) -> list[_Prepared]:
+        """Return the cached launches, and store them once every launch has run."""
+        parts = [self._prepare_one(launch) for launch in self._launches]
+        self._prepared = [] if None in parts else parts
+        return self._prepared
 
-    def _part(self, launch: Launch) -> _Part | None:
+    def _prepare_one(self, launch: Launch) -> _Prepared | None:
         addresses = launch.addresses(self._tensors)
-        started = launch.started(addresses)
-        if started is None:
+        cached = launch.cached(addresses)
+        if cached is None:
             return None
-        arguments, number = started.arguments.copy(), {name: n for n, name in enumerate(self._names)}
-        arguments[started.first : started.first + len(addresses)] = addresses
-        places = [
-            (started.first + i, number[name]) for i, name in enumerate(launch.tensors) if name in number
-        ]
+        arguments, number = cached.arguments.copy(), {name: n for n, name in enumerate(self._names)}
+        arguments[cached.first : cached.first + len(addresses)] = addresses
+        places = [(cached.first + i, number[name]) for i, name in enumerate(launch.tensors) if name in number]
         descriptors = []
-        for place, name, made in started.descriptors:
+        for place, name, made in cached.descriptors:
             if name in number:
                 descriptors.append((place, number[name], made))
             else:
                 arguments[place] = made[self._tensors[name].data_ptr()]
-        return _Part(started, arguments, places, descriptors)
+        return _Prepared(cached, arguments, places, descriptors)
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What ``torch.empty_like`` makes contiguous tensors of, with memory for one number alone.
+    """Return a template for ``torch.empty_like``, with memory for a single element.
 
-    It takes 1.2 us for a tensor, where ``new_empty`` takes 1.9 (the host of an H200, torch 2.11).
+    ``torch.empty_like`` of a template gives a contiguous tensor in 1.2 us; ``new_empty`` takes 1.9 us (the
+    host of an H200, torch 2.11).
     """
-    return _one(dtype, device).expand(tuple(shape))
+    return _single_element(dtype, device).expand(tuple(shape))
 
 
 @remembered
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _single_element(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device)
