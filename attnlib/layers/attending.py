@@ -17,7 +17,7 @@ from .captured import own_functions
 from .context_parallel import ContextParallel, KeyValueSource
 from .dealt_heads import with_heads_of
 from .inputs import Inputs
-from .tensor_parallel import Share
+from .tensor_parallel import ShardedHeads, Share
 
 
 class Attending(NamedTuple):
@@ -33,7 +33,7 @@ class Attending(NamedTuple):
     dropout_p: float
     backend: str | ExplainOnly | None
     context_parallel: ContextParallel | None
-    share: Share | None
+    share: Share
     total_heads: int
     kv_heads: int
 
@@ -71,7 +71,7 @@ class Attending(NamedTuple):
         return call if self.head == 0 else call._replace(origin=Origin(head=self.head))
 
 
-def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share | None) -> Attending:
+def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> Attending:
     """How a layer attends with ``heads`` of its heads here: ``score`` has all of its options but the
     function.
 
@@ -83,7 +83,7 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
     head = 0
     if heads != layer.num_heads:
         by_mask, by_score = _counts_heads(mask), _counts_heads(function)
-        if share is not None and (by_mask or by_score or dropout_p):
+        if isinstance(share, ShardedHeads) and (by_mask or by_score or dropout_p):
             head = share.first
         elif by_mask or by_score:
             raise ValueError(
@@ -97,6 +97,7 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
             function = (
                 function.of_part()
             )  # whose tensors are of all heads, which the constructor has looked at
+    score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # latents are one KV head
     return Attending(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)

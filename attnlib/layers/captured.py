@@ -8,7 +8,7 @@ from torch import nn
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
 from ..scores import ScoreFunction
-from .tensor_parallel import Share, whole
+from .tensor_parallel import ALL_HEADS, Share
 
 
 class CapturedTensors(nn.Module):
@@ -28,11 +28,11 @@ class CapturedTensors(nn.Module):
             else:
                 self.register_buffer(name, x, persistent=False)
 
-    def forward(self, share: Share | None = None) -> MaskFunction | ScoreFunction:
+    def forward(self, share: Share = ALL_HEADS) -> MaskFunction | ScoreFunction:
         """The function of what the tensors are now, whole, since indices are of all heads whatever a rank's
         share.
         """
-        return self._function.reading([whole(getattr(self, name), share) for name in self._names])
+        return self._function.reading([share.gathered(getattr(self, name)) for name in self._names])
 
     def _apply(self, fn, recurse=True):
         """``to_empty`` leaves values that were given, for nobody could make them again."""
@@ -88,10 +88,9 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
 
 
 def own_functions(
-    layer: nn.Module, mask: AnyMask | None, share: Share | None
+    layer: nn.Module, mask: AnyMask | None, share: Share
 ) -> tuple[AnyMask, ScoreFunction | None]:
-    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads, if not
-    all.
+    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads.
 
     Raises:
         TypeError: the call's mask is none.

@@ -1,10 +1,10 @@
 """Whose query heads meet in a cache that ranks share: those of all of them, or the same ones."""
 
 from ..kv import KVView
-from .tensor_parallel import Share
+from .tensor_parallel import ShardedHeads, Share
 
 
-def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, kv_heads: int) -> KVView:
+def with_heads_of(view: KVView, share: Share, *, heads: int, total: int, kv_heads: int) -> KVView:
     """A view that ranks share, for ``heads`` query heads of ``total`` here, which read some of ``kv_heads``
     KV heads.
 
@@ -15,7 +15,7 @@ def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, 
     """
     if heads == total or view.ranks.count == 1:
         return view
-    if share is None:
+    if not isinstance(share, ShardedHeads):
         raise ValueError(
             f"q_proj: expected all {total} heads, or to be sharded by parallelize_module, over a cache that "
             f"ranks share, got {heads} heads; nobody knows which the other ranks have"
@@ -35,7 +35,7 @@ def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, 
     return view.with_own_heads()
 
 
-def _firsts(view: KVView, share: Share) -> list[int] | None:
+def _firsts(view: KVView, share: ShardedHeads) -> list[int] | None:
     """The first query head of each rank that shares the view; None where other shares of the heads are
     alike.
     """
@@ -54,7 +54,7 @@ def _firsts(view: KVView, share: Share) -> list[int] | None:
     )
 
 
-def _indices(share: Share) -> list[int]:
+def _indices(share: ShardedHeads) -> list[int]:
     """Which part of the heads each rank of the heads' mesh has, in the order of its ranks."""
     parts = [0]
     for dim, shared in enumerate(share.shares):

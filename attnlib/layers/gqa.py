@@ -13,13 +13,13 @@ from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
-from .attending import Attending, attending
+from .attending import attending
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
 from .parameters import biased, check_counts, described, head_dims, published_slopes, reset_children
 from .positions import angles_of, positions_of, scaled_head
-from .tensor_parallel import Share, normed, plan_of, share_of
+from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
@@ -161,8 +161,7 @@ class GroupedQueryAttention(nn.Module):
         dtype.
         """
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
-        # Rows, not num_kv_heads: the layer may have been sharded by hand.
-        heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
+        heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
         kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
         return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
 
@@ -235,7 +234,8 @@ class GroupedQueryAttention(nn.Module):
         angles = angles_of(self.rope, x, given)
         q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = self._share(q)
-        attention = self._attending(q, given, share)
+        score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
+        attention = attending(self, score, given, q.shape[-2], share)
         if isinstance(context, KVView):
             out = attention.over_view(q, context)
         elif kv is not None:
@@ -254,10 +254,7 @@ class GroupedQueryAttention(nn.Module):
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """Project and store ``context`` in a step of its own cache, for ``forward(context=view)`` later."""
         check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
-        share = share_of(self.q_proj, self.num_heads)
-        if share is not None:  # its weight is sharded, but its output may be gathered, which one token shows
-            share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
-        kv.append(*self.key_value(context, None, share))
+        kv.append(*self.key_value(context, None, share_of_context(self, context)))
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Which projections are to be shared out over a one-dimensional mesh, and how.
@@ -270,17 +267,9 @@ class GroupedQueryAttention(nn.Module):
         """
         return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
 
-    def _attending(self, q: Tensor, given: Inputs, share: Share | None) -> Attending:
-        """What all attention of this call takes, with one value for each query head of this rank."""
-        slopes, sinks = self.alibi_slopes, self.sinks
-        if share is not None:
-            slopes, sinks = (None if x is None else share.local(x) for x in (slopes, sinks))
-        return attending(self, Score(self.scale, self.softcap, slopes, sinks), given, q.shape[-2], share)
-
-    def _share(self, q: Tensor) -> Share | None:
-        """What this rank has of the heads, if tensor parallelism gave q fewer than all of them."""
-        local_heads = q.shape[-2]
-        return None if local_heads == self.num_heads else share_of(self.q_proj, self.num_heads, local_heads)
+    def _share(self, q: Tensor) -> Share:
+        """Return this rank's share of the heads, from the number of heads in q ``[..., h, d]``."""
+        return share_of(self.q_proj, self.num_heads, q.shape[-2])
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Queries ``[..., h, d]`` as attention takes them; integer ``positions`` are for the temperature."""
@@ -290,7 +279,7 @@ class GroupedQueryAttention(nn.Module):
         return q if self.temperature is None else self.temperature.scaled(q, positions)
 
     def key_value(
-        self, x: Tensor, angles: Angles | None = None, share: Share | None = None
+        self, x: Tensor, angles: Angles | None = None, share: Share = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
         """Keys ``[..., g, d]`` and values ``[..., g, e]``, of this rank's ``share``.
 
@@ -299,26 +288,15 @@ class GroupedQueryAttention(nn.Module):
         """
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
-        if share is not None:
-            k, v = (
-                share.local_kv("k_proj", k, self.num_kv_heads),
-                share.local_kv("v_proj", v, self.num_kv_heads),
-            )
-        elif (
-            k.shape[-2] != self.num_kv_heads
-            and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None
-        ):
-            raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
+        k, v = share.local_kv(self, "k_proj", k), share.local_kv(self, "v_proj", v)
         return self._turned(self.k_norm, k, angles, share), v
 
-    def _turned(
-        self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share | None
-    ) -> Tensor:
+    def _turned(self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share) -> Tensor:
         """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
         if norm is not None and not self.norm_after_rope:
-            x = normed(norm, x, share)
+            x = share.normed(norm, x)
         x = x if angles is None else rotate(x, angles)
-        return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
+        return share.normed(norm, x) if norm is not None and self.norm_after_rope else x
 
 
 class MultiHeadAttention(GroupedQueryAttention):

@@ -24,7 +24,7 @@ from .inputs import Inputs, check, check_latent_rope, check_options, check_store
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
 from .parameters import check_counts, described, reset_children
 from .positions import angles_of, positions_of
-from .tensor_parallel import joined, local_weight, plan_of, share_of
+from .tensor_parallel import local_weight, plan_of, share_of
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
@@ -345,7 +345,7 @@ class MultiHeadLatentAttention(nn.Module):
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         if k_rope is None:
             return k, v
-        k_rope = joined(k_rope, share_of(self.kv_b_proj, self.num_heads, k.shape[-2]))
+        k_rope = share_of(self.kv_b_proj, self.num_heads, k.shape[-2]).sum_gradients(k_rope)
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
     def _possible(self, form: str, stored_for: Tensor | None = None) -> str:

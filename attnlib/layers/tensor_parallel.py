@@ -4,17 +4,19 @@ rank.
 ``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All
 tensors between them are plain and local. Some of these every rank has whole but uses for its own heads alone:
 MLA's rotary key, sinks, the weights of a norm over heads, what scores read. Their gradients are partial on
-each rank, and :func:`joined` sums them.
+each rank, and :meth:`Share.sum_gradients` sums them.
 """
 
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..ranks import check_mesh
+from ..scores import Score
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,14 +26,69 @@ if TYPE_CHECKING:  # importing these takes longer than importing this package
 MARK = "_distribute_module_applied"  # what parallelize_module sets on each module whose weights it shards
 
 
-class Share(NamedTuple):
-    """The query heads of this rank, ``[first, first + count)`` of ``total``, on a mesh that shards them."""
+class Share:
+    """The heads that one rank computes if no mesh shards them: all heads, or as many as the weights have.
+
+    Nothing is sliced and no gradient is summed here; :class:`ShardedHeads` overrides every method.
+    """
+
+    __slots__ = ()
+
+    def stored_heads(self, local: int, total: int) -> int:
+        """Return how many of ``total`` KV heads this rank stores, if its weight has ``local`` of them."""
+        return local
+
+    def local_score(self, score: Score) -> Score:
+        """Return the score options with one slope and one sink for each query head of this rank."""
+        return score
+
+    def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
+        """Return the KV heads that this rank's query heads read, of those that projection ``name`` computed.
+
+        Raises:
+            ValueError: ``x`` ``[..., g, d]`` has other heads than the query heads need.
+        """
+        if x.shape[-2] != layer.num_kv_heads:
+            found = share_of(getattr(layer, name), layer.num_kv_heads, x.shape[-2])
+            if isinstance(found, ShardedHeads):
+                raise ValueError(
+                    f"{name}: it is sharded by heads and q_proj is not; shard both, or q_proj alone"
+                )
+        return x
+
+    def sum_gradients(self, x: Tensor) -> Tensor:
+        """Return ``x``, which is the same on all ranks, with a gradient that is summed over the ranks."""
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return all of ``x``, which may be sharded, with a gradient that is summed over the ranks.
+
+        Raises:
+            NotImplementedError: ``x`` is sharded over another mesh than the heads.
+        """
+        return x.full_tensor() if _is_distributed(x) else x
+
+    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Return ``norm(x)`` for this rank's heads ``[..., h, d]``.
+
+        Raises:
+            NotImplementedError: FSDP shards the norm by itself, so that its weights are not gathered yet.
+        """
+        return norm(x)
+
+
+ALL_HEADS = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedHeads(Share):
+    """The query heads ``[first, first + count)`` of ``total`` on a rank of a mesh that shards them."""
 
     first: int
     count: int
     total: int
     mesh: "DeviceMesh"
-    shares: tuple[bool, ...]  # by dimension of the mesh: whether it shards them
+    shares: tuple[bool, ...]  # True for each dimension of the mesh that shards the heads
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
@@ -54,26 +111,62 @@ class Share(NamedTuple):
             )
         return self.first // group, max(1, self.count // group)
 
+    def stored_heads(self, local: int, total: int) -> int:
+        return self.kv_heads(total)[1]
+
+    def local_score(self, score: Score) -> Score:
+        slopes, sinks = (None if x is None else self.local(x) for x in (score.alibi_slopes, score.sinks))
+        return score._replace(alibi_slopes=slopes, sinks=sinks)
+
     def local(self, x: Tensor) -> Tensor:
         """This rank's values of x, which has one for each query head, of this rank or of all ``[h]``."""
         x = x.to_local() if _is_distributed(x) else x
-        return x if x.shape[0] == self.count else joined(x, self).narrow(0, self.first, self.count)
+        return x if x.shape[0] == self.count else self.sum_gradients(x).narrow(0, self.first, self.count)
 
-    def local_kv(self, name: str, x: Tensor, total: int) -> Tensor:
-        """The KV heads of x ``[..., g, d]`` that these query heads read; x has those or all ``total``."""
-        first, count = self.kv_heads(total)
-        if x.shape[-2] == total:  # every rank has projected them
-            return joined(x, self).narrow(-2, first, count)
+    def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
+        first, count = self.kv_heads(layer.num_kv_heads)
+        if x.shape[-2] == layer.num_kv_heads:  # every rank has projected them
+            return self.sum_gradients(x).narrow(-2, first, count)
         if x.shape[-2] != count:
             raise ValueError(
                 f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all "
-                f"{total}, got {x.shape[-2]}; shard it as q_proj, or not at all"
+                f"{layer.num_kv_heads}, got {x.shape[-2]}; shard it as q_proj, or not at all"
             )
         return x
 
+    def sum_gradients(self, x: Tensor) -> Tensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        from torch.distributed.tensor import DTensor, Replicate
 
-def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share | None:
-    """What this rank has of the ``heads`` that ``projection`` makes; None where that is all, or not known.
+        replicated = DTensor.from_local(x, self.mesh, [Replicate()] * len(self.shares))
+        return replicated.to_local(grad_placements=self.of_gradients)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        if not _is_distributed(x):
+            return self.sum_gradients(x)
+        if x.device_mesh != self.mesh:
+            raise NotImplementedError(
+                f"score: expected what it reads whole, or sharded over {self.mesh} like the heads, got "
+                f"{x.device_mesh}"
+            )
+        return x.full_tensor(grad_placements=self.of_gradients)
+
+    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        weights = dict(norm.named_parameters())
+        if any(_is_distributed(w) for w in weights.values()):
+            if not getattr(norm, MARK, False):
+                raise NotImplementedError(
+                    "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP "
+                    "has sharded them; call fully_shard on the layer, not on its norms"
+                )
+            return norm(x)  # parallelize_module sees to their gradients
+        return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
+
+
+def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share:
+    """What this rank has of the ``heads`` that ``projection`` makes; ALL_HEADS where that is all,
+    or not known.
 
     ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins
     them before they compute, so only modules count that ``parallelize_module`` has marked.
@@ -82,10 +175,10 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
         ValueError: the heads do not divide among the ranks.
     """
     if local_heads == heads or (local_heads is None and not getattr(projection, MARK, False)):
-        return None
+        return ALL_HEADS
     weight = getattr(projection, "weight", None)
     if not _is_distributed(weight):
-        return None
+        return ALL_HEADS
     from torch.distributed.tensor import Shard
 
     # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is
@@ -93,7 +186,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:
-        return None
+        return ALL_HEADS
     if heads % ranks:
         raise ValueError(
             f"tensor parallelism: expected a number of ranks that divides {heads} heads, got {ranks}"
@@ -102,36 +195,18 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
     for dim, size in enumerate(sizes):
         index = index * size + (mesh.get_local_rank(dim) if size > 1 else 0)
     count = heads // ranks
-    return Share(index * count, count, heads, mesh, shares)
+    return ShardedHeads(index * count, count, heads, mesh, shares)
 
 
-def joined(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are
-    summed.
+def share_of_context(layer: nn.Module, context: Tensor) -> Share:
+    """Return this rank's share of a grouped layer's query heads if only keys and values are computed.
+
+    If the weight is sharded, q_proj is called with one token: its output shows whether heads are gathered.
     """
-    if share is None or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    replicated = DTensor.from_local(x, share.mesh, [Replicate()] * len(share.shares))
-    return replicated.to_local(grad_placements=share.of_gradients)
-
-
-def whole(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which ranks have alike or sharded and each uses for its own heads, with :func:`joined`
-    gradients.
-
-    Raises:
-        NotImplementedError: it is sharded over another mesh than the heads.
-    """
-    if not _is_distributed(x):
-        return joined(x, share)
-    if share is not None and x.device_mesh != share.mesh:
-        raise NotImplementedError(
-            f"score: expected what it reads whole, or sharded over {share.mesh} like the heads, got "
-            f"{x.device_mesh}"
-        )
-    return x.full_tensor(grad_placements=None if share is None else share.of_gradients)
+    if share_of(layer.q_proj, layer.num_heads) is ALL_HEADS:
+        return ALL_HEADS
+    q = layer.q_proj(context.flatten(0, -2)[:1])
+    return share_of(layer.q_proj, layer.num_heads, q.shape[-1] // layer.head_dim)
 
 
 def plan_of(
@@ -158,25 +233,6 @@ def plan_of(
         )
     columns += of_kv if kv_heads % ranks == 0 else ()
     return {**{name: ColwiseParallel() for name in columns}, "o_proj": RowwiseParallel()}
-
-
-def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
-    """``norm(x)`` of this rank's heads ``[..., h, d]``.
-
-    Raises:
-        NotImplementedError: FSDP shards the norm by itself, so that its weights are not joined yet.
-    """
-    if share is None:
-        return norm(x)
-    weights = dict(norm.named_parameters())
-    if any(_is_distributed(w) for w in weights.values()):
-        if not getattr(norm, MARK, False):
-            raise NotImplementedError(
-                "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP has "
-                "sharded them; call fully_shard on the layer, not on its norms"
-            )
-        return norm(x)  # parallelize_module sees to their gradients
-    return functional_call(norm, {name: joined(w, share) for name, w in weights.items()}, (x,))
 
 
 def local_weight(module: nn.Module) -> Tensor:

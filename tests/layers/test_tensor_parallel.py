@@ -40,7 +40,7 @@ from attnlib import (
 )
 from attnlib.layers.attending import attending
 from attnlib.layers.inputs import Inputs
-from attnlib.layers.tensor_parallel import MARK, Share, share_of
+from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, ShardedHeads, share_of
 from attnlib.scores import Score
 
 RANKS = 2
@@ -328,8 +328,8 @@ def test_heads_that_no_plan_can_share_out(layer, ranks, dims, message):
         layer().parallel_plan(SimpleNamespace(ndim=dims, size=lambda: ranks))
 
 
-def share(first: int) -> Share:
-    return Share(first, 2, HEADS, None, (True,))
+def share(first: int) -> ShardedHeads:
+    return ShardedHeads(first, 2, HEADS, None, (True,))
 
 
 def test_a_call_says_which_head_is_the_first_where_somebody_counts():
@@ -346,7 +346,7 @@ def test_a_call_says_which_head_is_the_first_where_somebody_counts():
     assert asked(mask=by_head).head == 2
     assert asked(mask=by_head).mask.tiles is None  # they were of all heads
     assert attending(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
-    assert attending(layer, of, Inputs(mask=by_head), HEADS, None).mask.tiles is not None
+    assert attending(layer, of, Inputs(mask=by_head), HEADS, ALL_HEADS).mask.tiles is not None
     layer.dropout_p = 0.5
     assert asked().head == 2
     assert layer.eval() is layer
@@ -390,9 +390,12 @@ def test_the_share_of_a_rank_is_read_from_its_weight(placements, share):
     heads = 12 if share and all(share[2]) else HEADS
     weight = SimpleNamespace(device_mesh=Grid(), placements=placements)
     found = share_of(SimpleNamespace(weight=weight, **{MARK: True}), heads)
-    assert (found and (found.first, found.count, found.shares)) == share
-    assert share_of(SimpleNamespace(weight=weight), heads) is None  # FSDP's own
-    assert share_of(SimpleNamespace(weight=weight), heads, heads) is None
+    if share is None:
+        assert found is ALL_HEADS
+    else:
+        assert (found.first, found.count, found.shares) == share
+    assert share_of(SimpleNamespace(weight=weight), heads) is ALL_HEADS  # FSDP's own
+    assert share_of(SimpleNamespace(weight=weight), heads, heads) is ALL_HEADS
     assert share_of(SimpleNamespace(weight=weight), heads, heads // 2) == found
 
 
