@@ -115,8 +115,7 @@ class ShardedHeads(Share):
         return self.kv_heads(total)[1]
 
     def local_score(self, score: Score) -> Score:
-        slopes, sinks = (None if x is None else self.local(x) for x in (score.alibi_slopes, score.sinks))
-        return score._replace(alibi_slopes=slopes, sinks=sinks)
+        return score._replace(**{name: self.local(x) for name, x in score.tensors.items()})
 
     def local(self, x: Tensor) -> Tensor:
         """This rank's values of x, which has one for each query head, of this rank or of all ``[h]``."""
