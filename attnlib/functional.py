@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .call.call import Call, Dropout, Packing
+from .call.call import NO_ORIGIN, Call, Dropout, Packing
 from .dispatch.run import ExplainOnly, attend
 from .dispatch.select import Explanation
 from .dispatch.warnings import hinted
@@ -17,6 +17,7 @@ from .kv import KVView
 from .masks.band import AnyMask
 from .scores import Score, ScoreFunction
 
+NO_DROPOUT = Dropout()
 PLAIN = ("attention", "varlen_attention", "cached_attention")
 EXPLAINED = MappingProxyType(  # the functions that explain() knows, by their modules
     {
@@ -72,9 +73,15 @@ def attention(
     >>> attention(q, k, k, mask=CAUSAL).shape
     torch.Size([2, 9, 8, 64])
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        bounds=(key_starts, key_ends),
+    )
     return attend(hinted(call), backend)[0]
 
 
@@ -104,10 +111,15 @@ def attention_with_lse(
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor
     sink.
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(
-        q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        bounds=(key_starts, key_ends),
+        lse=True,
     )
     return attend(hinted(call), backend)
 
@@ -142,10 +154,15 @@ def varlen_attention(
     last offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the
     rest.
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=False)
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )
     return attend(call, backend)[0]
 
 
@@ -173,10 +190,16 @@ def varlen_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=True)
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        lse=True,
+    )
     return attend(call, backend)
 
 
@@ -206,9 +229,14 @@ def cached_attention(
         windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale), backend)[
-        0
-    ]
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        descales=(q_descale,),
+        kv=_view(kv),
+    )
+    return attend(call, backend)[0]
 
 
 @kind
@@ -226,9 +254,15 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return attend(
-        _over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        descales=(q_descale,),
+        kv=_view(kv),
+        lse=True,
     )
+    return attend(call, backend)
 
 
 @kind
@@ -261,11 +295,27 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return asked.told[0]
 
 
-def _over(
-    q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False
+def _call(
+    q: Tensor,
+    mask: AnyMask,
+    score: Score,
+    dropout: Dropout = NO_DROPOUT,
+    descales: tuple[Tensor | None, ...] = (),
+    *,
+    keys: tuple[Tensor | None, Tensor | None] = (None, None),
+    kv: KVView | None = None,
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None),
+    packing: Packing | None = None,
+    lse: bool = False,
 ) -> Call:
+    """Build the call of a public function; ``keys`` are k and v, ``bounds`` are key_starts and key_ends."""
+    (k, v), (starts, ends), given = keys, bounds, descales_of(*descales)
+    return Call(q, mask, score, k, v, kv, starts, ends, packing, dropout, NO_ORIGIN, given, lse)
+
+
+def _view(kv: KVView) -> KVView:
     if not isinstance(kv, KVView):
         raise TypeError(
             f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}"
         )
-    return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
+    return kv
