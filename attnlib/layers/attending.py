@@ -15,8 +15,8 @@ from ..scores import Score, ScoreFunction
 from ..tracing.program import Program, Value, constant
 from .captured import own_functions
 from .context_parallel import ContextParallel, KeyValueSource
-from .dealt_heads import with_heads_of
 from .inputs import Inputs
+from .sharded_cache import with_heads
 from .tensor_parallel import ShardedHeads, Share
 
 
@@ -56,9 +56,8 @@ class Attending(NamedTuple):
 
     def over_view(self, q: Tensor, view: KVView) -> Tensor:
         """Attention to what a cache stores."""
-        if view.ranks is not None:
-            sizes = {"heads": q.shape[-2], "total": self.total_heads, "kv_heads": self.kv_heads}
-            view = with_heads_of(view, self.share, **sizes)
+        sizes = {"heads": q.shape[-2], "total": self.total_heads, "kv_heads": self.kv_heads}
+        view = with_heads(view, self.share, **sizes)
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]
 
     def check(self, q: Tensor, view: KVView) -> None:

@@ -20,6 +20,7 @@ from ..merge import merge_states
 from ..scores import ScoreFunction
 from .context_parallel import ContextParallel, KeyValueSource, check_context_parallel
 from .positions import sequence_of
+from .sharded_cache import is_sharded
 from .tensor_parallel import MARK, local_weight
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 +
@@ -257,7 +258,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
-    if view.ranks is not None:
+    if is_sharded(view):
         raise NotImplementedError(
             "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for "
             "which each rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, "

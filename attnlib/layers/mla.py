@@ -24,6 +24,7 @@ from .inputs import Inputs, check, check_latent_rope, check_options, check_store
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
 from .parameters import check_counts, described, reset_children
 from .positions import angles_of, positions_of
+from .sharded_cache import is_sharded
 from .tensor_parallel import local_weight, plan_of, share_of
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
@@ -236,7 +237,7 @@ class MultiHeadLatentAttention(nn.Module):
         attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
         # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens
         # alone.
-        if not kv.prefill or view.split_size or (view.ranks is not None and kv.history):
+        if not kv.prefill or view.split_size or (is_sharded(view) and kv.history):
             return self._attend_stored(
                 q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention
             )

@@ -1,19 +1,24 @@
-"""Whose query heads meet in a cache that ranks share: those of all of them, or the same ones."""
+"""Tensor parallelism over a sharded cache: may the ranks that share a cache combine their query heads?"""
 
 from ..kv import KVView
 from .tensor_parallel import ShardedHeads, Share
 
 
-def with_heads_of(view: KVView, share: Share, *, heads: int, total: int, kv_heads: int) -> KVView:
-    """A view that ranks share, for ``heads`` query heads of ``total`` here, which read some of ``kv_heads``
-    KV heads.
+def is_sharded(view: KVView) -> bool:
+    """True if several ranks share the tokens of a view, so that each stores only a part of them."""
+    return view.ranks is not None
+
+
+def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: int) -> KVView:
+    """Return the view for a call with ``heads`` of ``total`` query heads, which read ``kv_heads`` KV heads.
+
+    A sharded view records whether its ranks attend with different query heads or all with the same ones.
 
     Raises:
-        ValueError: ranks that share the view have other KV heads than this one, or some have the same query
-        heads and
-            others do not, or nobody knows.
+        ValueError: the ranks that share the view store different KV heads, only some of them have the same
+            query heads, or the heads of this rank are unknown.
     """
-    if heads == total or view.ranks.count == 1:
+    if not is_sharded(view) or heads == total or view.ranks.count == 1:
         return view
     if not isinstance(share, ShardedHeads):
         raise ValueError(
@@ -22,7 +27,7 @@ def with_heads_of(view: KVView, share: Share, *, heads: int, total: int, kv_head
         )
     if kv_heads == 1 and share.mesh == view.ranks.mesh:
         return view.with_own_heads()
-    firsts = _firsts(view, share)
+    firsts = _first_heads(view, share)
     if firsts is None or len({*firsts}) == 1:
         return view
     read = {first * kv_heads // total for first in firsts}
@@ -35,9 +40,10 @@ def with_heads_of(view: KVView, share: Share, *, heads: int, total: int, kv_head
     return view.with_own_heads()
 
 
-def _firsts(view: KVView, share: ShardedHeads) -> list[int] | None:
-    """The first query head of each rank that shares the view; None where other shares of the heads are
-    alike.
+def _first_heads(view: KVView, share: ShardedHeads) -> list[int] | None:
+    """Return the first query head of each rank that shares the view.
+
+    None if the view's mesh crosses the heads' mesh: then the ranks that share it have the same query heads.
     """
     placed = {
         int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)
@@ -46,7 +52,7 @@ def _firsts(view: KVView, share: ShardedHeads) -> list[int] | None:
     known = [rank for rank in sharing if rank in placed]
     if len(known) == len(sharing):
         return [placed[rank] * share.count for rank in sharing]
-    if len(known) == 1:  # a mesh across those of the heads, on each of which this rank's place is the same
+    if len(known) == 1:
         return None
     raise ValueError(
         f"mesh: expected a cache that ranks of the heads' mesh {share.mesh} share, or ranks across it, got "
@@ -55,7 +61,7 @@ def _firsts(view: KVView, share: ShardedHeads) -> list[int] | None:
 
 
 def _indices(share: ShardedHeads) -> list[int]:
-    """Which part of the heads each rank of the heads' mesh has, in the order of its ranks."""
+    """Return the index of each rank's heads among all shares, in the order of the mesh's ranks."""
     parts = [0]
     for dim, shared in enumerate(share.shares):
         size = share.mesh.size(dim)
