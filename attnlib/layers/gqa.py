@@ -1,6 +1,7 @@
 """Grouped-query attention as a layer; multi-head and multi-query attention are its corner cases."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,8 @@ from .attending import attending
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
-from .parameters import biased, check_counts, described, head_dims, published_slopes, reset_children
-from .positions import angles_of, positions_of, scaled_head
+from .parameters import biased, check_counts, described, head_dims, not_none, published_slopes, reset_children
+from .positions import angles_of, positions_of, scale_and_gain, scaled_head
 from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
@@ -57,6 +58,8 @@ class GroupedQueryAttention(nn.Module):
     v_head_dim: int
     mask: AnyMask
     rope: Rope | None
+    scale: float
+    q_gain: float  # factor of q's rotated channels
     softcap: float | None
     temperature: Temperature | None
     norm_after_rope: bool
@@ -65,6 +68,14 @@ class GroupedQueryAttention(nn.Module):
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    sinks: nn.Parameter | None
+    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -94,56 +105,31 @@ class GroupedQueryAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-        check_counts(sizes if num_kv_heads is None else sizes | {"num_kv_heads": num_kv_heads})
+        check_counts(
+            {"hidden_size": hidden_size, "num_heads": num_heads} | not_none(num_kv_heads=num_kv_heads)
+        )
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
         head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         has_bias = biased(bias, output_bias)
-        optional = {"scale": scale, "softcap": softcap}
-        check_options(
-            mask=mask,
-            rope=rope,
-            temperature=temperature,
-            dropout_p=dropout_p,
-            dtype=dtype,
-            numbers={"norm_eps": norm_eps} | {name: x for name, x in optional.items() if x is not None},
-            flags={"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi},
-        )
+        numbers = {"norm_eps": norm_eps} | not_none(scale=scale, softcap=softcap)
+        flags = {"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi}
+        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
         check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = (
-            head_dim,
-            v_head_dim,
-            mask,
-            rope,
-            softcap,
-        )
-        self.temperature, self.norm_after_rope = temperature, norm_after_rope
-        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
+        self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
+        self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
+        self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
-        # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
-        gain = 1.0 if rope is None else rope.amplitude**2
-        rotates_all = rope is not None and rope.dim == head_dim
-        self.scale: float = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
-        self.q_gain: float = 1.0 if rotates_all else gain
-        factory = {"device": device, "dtype": dtype}
-        self.q_proj: nn.Linear = nn.Linear(
-            hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory
-        )
-        self.k_proj: nn.Linear = nn.Linear(
-            hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory
-        )
-        self.v_proj: nn.Linear = nn.Linear(
-            hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory
-        )
-        self.o_proj: nn.Linear = nn.Linear(
-            num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory
-        )
-        self.q_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.k_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.sinks: nn.Parameter | None = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
-        self.alibi_slopes: Tensor | None
+        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        self.q_proj = linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias)
+        self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
+        self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
+        self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias)
+        norm = partial(nn.RMSNorm, head_dim, eps=norm_eps, device=device, dtype=dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         self._reset_own()

@@ -23,12 +23,12 @@ UNRELATED = "context: positions of x and of a context are unrelated; make cross-
 
 
 def check_options(
-    *,
     mask: AnyMask,
     rope: Rope | None,
     temperature: Temperature | None,
     dropout_p: float,
     dtype: torch.dtype | None,
+    *,
     numbers: Mapping[str, float],
     flags: Mapping[str, bool],
 ) -> None:

@@ -22,7 +22,7 @@ from .captured import captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
-from .parameters import check_counts, described, reset_children
+from .parameters import check_counts, described, not_none, reset_children
 from .positions import angles_of, positions_of
 from .sharded_cache import is_sharded
 from .tensor_parallel import local_weight, plan_of, share_of
@@ -49,6 +49,18 @@ class MultiHeadLatentAttention(nn.Module):
         ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an
         unknown form. TypeError: an argument of another type, such as a mask that is not a Mask.
     """
+
+    context_parallel: ContextParallel | None
+    scale: float
+    q_gain: float  # factor of q's rotated channels
+    q_proj: nn.Linear  # without q_lora_rank
+    q_a_proj: nn.Linear  # with q_lora_rank, like the next two
+    q_a_layernorm: nn.RMSNorm
+    q_b_proj: nn.Linear
+    kv_a_proj_with_mqa: nn.Linear
+    kv_a_layernorm: nn.RMSNorm
+    kv_b_proj: nn.Linear
+    o_proj: nn.Linear
 
     def __init__(
         self,
@@ -77,53 +89,34 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
         sizes |= {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
-        check_counts(sizes if q_lora_rank is None else sizes | {"q_lora_rank": q_lora_rank})
+        check_counts(sizes | not_none(q_lora_rank=q_lora_rank))
         check_count("qk_rope_head_dim", qk_rope_head_dim)
-        numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
-        options = {
-            "mask": mask,
-            "rope": rope,
-            "temperature": temperature,
-            "dropout_p": dropout_p,
-            "dtype": dtype,
-        }
-        check_options(**options, numbers=numbers, flags=flags)
+        numbers = {"norm_eps": norm_eps} | not_none(scale=scale)
+        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags={"bias": bias})
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
-        self.hidden_size, self.num_heads, self.mask, self.rope, self.form = (
-            hidden_size,
-            num_heads,
-            mask,
-            rope,
-            form,
-        )
+        self.hidden_size, self.num_heads, self.mask, self.rope = hidden_size, num_heads, mask, rope
+        self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.temperature, self.dropout_p, self.form = temperature, dropout_p, form
+        self.backend, self.context_parallel = backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
-        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
-            qk_nope_head_dim,
-            qk_rope_head_dim,
-            v_head_dim,
-        )
-        self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
-        self.context_parallel: ContextParallel | None = context_parallel
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
-        latent_scale = 1.0 if rope is None else rope.latent_scale
-        self.scale: float = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
         # YaRN's temperature acts on the rotated channels alone, so it is a gain of the rotated query.
-        self.q_gain: float = 1.0 if rope is None else rope.amplitude**2
-        factory = {"device": device, "dtype": dtype}
+        latent_scale, self.q_gain = (1.0, 1.0) if rope is None else (rope.latent_scale, rope.amplitude**2)
+        self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        norm = partial(nn.RMSNorm, eps=norm_eps, device=device, dtype=dtype)
         if q_lora_rank is None:
-            self.q_proj: nn.Linear = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, **factory)
+            self.q_proj = linear(hidden_size, num_heads * qk_head_dim, bias=False)
         else:
-            self.q_a_proj: nn.Linear = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
-            self.q_a_layernorm: nn.RMSNorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
-            self.q_b_proj: nn.Linear = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
-        self.kv_a_proj_with_mqa: nn.Linear = nn.Linear(
-            hidden_size, kv_lora_rank + qk_rope_head_dim, bias, **factory
-        )
-        self.kv_a_layernorm: nn.RMSNorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
-        self.kv_b_proj: nn.Linear = nn.Linear(kv_lora_rank, up_dim, bias=False, **factory)
-        self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
+            self.q_a_proj = linear(hidden_size, q_lora_rank, bias=bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
+        self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
 
     @property
     def kv_layout(self) -> KVLayout:

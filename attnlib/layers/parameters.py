@@ -66,6 +66,11 @@ def check_counts(sizes: Mapping[str, int]) -> None:
         check_count(name, size, least=1)
 
 
+def not_none(**options: float | None) -> dict[str, float]:
+    """Return the options that are not None."""
+    return {name: x for name, x in options.items() if x is not None}
+
+
 def head_dims(
     hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None
 ) -> tuple[int, int]:

@@ -80,6 +80,17 @@ def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
+def scale_and_gain(scale: float | None, rope: Rope | None, head_dim: int) -> tuple[float, float]:
+    """Return the scale of scores, and the factor of q's rotated channels.
+
+    YaRN multiplies the rotated channels of q and of k by its amplitude. If a rope rotates whole heads, both
+    factors go into the scale; otherwise they go into the rotated channels of q.
+    """
+    gain = 1.0 if rope is None else rope.amplitude**2
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    return (scale * gain, 1.0) if rope is not None and rope.dim == head_dim else (scale, gain)
+
+
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
     """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels
     unrotated.
