@@ -18,10 +18,10 @@ from .masks.band import AnyMask
 from .scores import Score, ScoreFunction
 
 NO_DROPOUT = Dropout()
-PLAIN = ("attention", "varlen_attention", "cached_attention")
+WITHOUT_LSE = ("attention", "varlen_attention", "cached_attention")
 EXPLAINED = MappingProxyType(  # the functions that explain() accepts, by module
     {
-        __name__: (*PLAIN, *(f"{name}_with_lse" for name in PLAIN)),
+        __name__: (*WITHOUT_LSE, *(f"{name}_with_lse" for name in WITHOUT_LSE)),
         f"{__package__}.parallel.functions": (
             *("context_attention", "gather_attention", "head_attention", "ring_attention"),
         ),
@@ -289,17 +289,17 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       not on triton: needs a CUDA device, got cpu
     """
     if isinstance(call, nn.Module) and hasattr(call, "backend"):
-        layer, asked = copy(call), ExplainOnly(call.backend)
-        layer.backend = asked
+        layer = copy(call)
+        layer.backend = recorder = ExplainOnly(call.backend)
         layer(*args, **kwargs)
-        if asked.told:
-            return asked.told[0]
+        if recorder.told:
+            return recorder.told[0]
     if getattr(call, "__name__", None) not in EXPLAINED.get(getattr(call, "__module__", None), ()):
         names = ", ".join(EXPLAINED[__name__])
         raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
-    asked = ExplainOnly(kwargs.get("backend"))
-    call(*args, **kwargs | {"backend": asked})
-    return asked.told[0]
+    recorder = ExplainOnly(kwargs.get("backend"))
+    call(*args, **kwargs | {"backend": recorder})
+    return recorder.told[0]
 
 
 def _call(
