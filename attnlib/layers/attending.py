@@ -20,7 +20,7 @@ from .sharded_cache import with_heads
 from .tensor_parallel import ShardedHeads, Share
 
 
-class Attending(NamedTuple):
+class AttentionCall(NamedTuple):
     """What all attention of a layer takes in one call of the layer.
 
     ``head`` is the number of this rank's first one where somebody counts them, else 0: the fastest kernels
@@ -70,7 +70,7 @@ class Attending(NamedTuple):
         return call if self.head == 0 else call._replace(origin=Origin(head=self.head))
 
 
-def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> Attending:
+def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> AttentionCall:
     """How a layer attends with ``heads`` of its heads here: ``score`` has all of its options but the
     function.
 
@@ -81,7 +81,7 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
     dropout_p = layer.dropout_p if layer.training and not given.is_stored else 0.0
     head = 0
     if heads != layer.num_heads:
-        by_mask, by_score = _counts_heads(mask), _counts_heads(function)
+        by_mask, by_score = _reads_head(mask), _reads_head(function)
         if isinstance(share, ShardedHeads) and (by_mask or by_score or dropout_p):
             head = share.first
         elif by_mask or by_score:
@@ -99,15 +99,15 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
     score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # latents are one KV head
-    return Attending(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)
+    return AttentionCall(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)
 
 
-def _counts_heads(function: AnyMask | ScoreFunction | None) -> bool:
+def _reads_head(function: AnyMask | ScoreFunction | None) -> bool:
     """Whether a function asks for the number of a head."""
-    return isinstance(function, MaskFunction | ScoreFunction) and _reads_head(function.program.text)
+    return isinstance(function, MaskFunction | ScoreFunction) and _program_reads_head(function.program.text)
 
 
 @constant
-def _reads_head(text: str) -> bool:
+def _program_reads_head(text: str) -> bool:
     program = Program(text)
     return "h" in program.read or program.parsed.result == Value("h")

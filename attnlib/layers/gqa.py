@@ -14,7 +14,7 @@ from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
-from .attending import attending
+from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
@@ -221,7 +221,7 @@ class GroupedQueryAttention(nn.Module):
         q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = self._share(q)
         score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
-        attention = attending(self, score, given, q.shape[-2], share)
+        attention = attention_call(self, score, given, q.shape[-2], share)
         if isinstance(context, KVView):
             out = attention.over_view(q, context)
         elif kv is not None:
@@ -260,7 +260,7 @@ class GroupedQueryAttention(nn.Module):
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Queries ``[..., h, d]`` as attention takes them; integer ``positions`` are for the temperature."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = self._turned(self.q_norm, q, angles, self._share(q))
+        q = self._normed_and_rotated(self.q_norm, q, angles, self._share(q))
         q = q if angles is None else scaled_head(q, self.rope.dim, self.q_gain)
         return q if self.temperature is None else self.temperature.scaled(q, positions)
 
@@ -275,9 +275,11 @@ class GroupedQueryAttention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
         k, v = share.local_kv(self, "k_proj", k), share.local_kv(self, "v_proj", v)
-        return self._turned(self.k_norm, k, angles, share), v
+        return self._normed_and_rotated(self.k_norm, k, angles, share), v
 
-    def _turned(self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share) -> Tensor:
+    def _normed_and_rotated(
+        self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share
+    ) -> Tensor:
         """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
         if norm is not None and not self.norm_after_rope:
             x = share.normed(norm, x)

@@ -189,9 +189,9 @@ def attend_mixed(
     others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
     outs = list(attend_stored(*others, without(view, prompts), "absorbed").split(sizes[::2]))
     for n, prompt in enumerate(prompts):
-        alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
+        limits = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
         outs.insert(
-            2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **alone)
+            2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **limits)
         )
     return torch.cat(outs)
 
@@ -284,7 +284,7 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
         raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
 
 
-def computes_its_weight_alone(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
+def is_plain_matmul(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
     """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may
     change.
 

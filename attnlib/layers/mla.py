@@ -17,7 +17,7 @@ from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from . import latent_forms
-from .attending import Attending, attending
+from .attending import AttentionCall, attention_call
 from .captured import captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
@@ -137,11 +137,11 @@ class MultiHeadLatentAttention(nn.Module):
         """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all
         heads.
         """
-        to_heads = "q_proj" if self.q_lora_rank is None else "q_b_proj"
-        return plan_of(mesh, self.num_heads, self.num_heads, (to_heads, "kv_b_proj"))
+        query_name = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        return plan_of(mesh, self.num_heads, self.num_heads, (query_name, "kv_b_proj"))
 
     @property
-    def _to_heads(self) -> nn.Module:
+    def _query_projection(self) -> nn.Module:
         """What projects to the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
 
@@ -166,17 +166,17 @@ class MultiHeadLatentAttention(nn.Module):
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, x, given)
         q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
-        share = share_of(self._to_heads, self.num_heads, q_nope.shape[-2])
-        attention = attending(self, Score(self.scale), given, q_nope.shape[-2], share)
+        share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
+        attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
             out = self._attend_stored(
-                q_nope, q_rope, context, self._possible("absorbed", q_nope), attention=attention
+                q_nope, q_rope, context, self._allowed_form("absorbed", q_nope), attention=attention
             )
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
             latent, k_rope = self.latent(x if context is None else context, angles)
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, given)
+            out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -195,7 +195,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs
         ``positions``.
         """
-        q = self._to_heads(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
+        q = self._query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
         q = q if self.temperature is None else self.temperature.scaled(q, positions)
@@ -220,7 +220,7 @@ class MultiHeadLatentAttention(nn.Module):
         x: Tensor,
         kv: LayerCache,
         angles: Angles | None,
-        attention: Attending,
+        attention: AttentionCall,
     ) -> Tensor:
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache
         back.
@@ -232,7 +232,7 @@ class MultiHeadLatentAttention(nn.Module):
         # alone.
         if not kv.prefill or view.split_size or (is_sharded(view) and kv.history):
             return self._attend_stored(
-                q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention
+                q_nope, q_rope, view, self._allowed_form("absorbed", q_nope), attention=attention
             )
         if kv.history:
             prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
@@ -247,7 +247,7 @@ class MultiHeadLatentAttention(nn.Module):
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
         of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts)
-        return self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, of_step)
+        return self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
         """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
@@ -255,19 +255,19 @@ class MultiHeadLatentAttention(nn.Module):
         What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for
         all.
         """
-        if is_recorded(view.k) or view.shared is not None or self._possible("absorbed") == "expanded":
+        if is_recorded(view.k) or view.shared is not None or self._allowed_form("absorbed") == "expanded":
             return []
         least = latent_forms.WORTH // heads
         prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
-    def _attend_fresh(
+    def _attend_tokens(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent: Tensor,
         k_rope: Tensor | None,
-        attention: Attending,
+        attention: AttentionCall,
         given: Inputs,
     ) -> Tensor:
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper
@@ -278,7 +278,7 @@ class MultiHeadLatentAttention(nn.Module):
             q = torch.cat((q_nope, q_rope), -1)
             source = source_of(self.expand, q, latent, k_rope, tuple(self.kv_b_proj.parameters()))
             return attention.over_tokens(q, None, None, given, source)
-        if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
+        if self._allowed_form(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
             k, v = self.expand(latent, k_rope)
             check_heads(q_nope, k)
             return attention.over_tokens(torch.cat((q_nope, q_rope), -1), k, v, given)
@@ -287,7 +287,14 @@ class MultiHeadLatentAttention(nn.Module):
         return self._unabsorb(out)
 
     def _attend_stored(
-        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, attention: Attending, **alone: int
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        view: KVView,
+        form: str,
+        *,
+        attention: AttentionCall,
+        **limits: int,
     ) -> Tensor:
         """Attention over a latent cache in this form; ``longest`` and ``row`` are as in
         :func:`attend_expanded`.
@@ -301,7 +308,7 @@ class MultiHeadLatentAttention(nn.Module):
             "head": attention.head,
         }
         q = torch.cat((q_nope, q_rope), -1)
-        return attend_expanded(q, view, self.expand, **alone, **own, backend=attention.backend)
+        return attend_expanded(q, view, self.expand, **limits, **own, backend=attention.backend)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
@@ -314,7 +321,7 @@ class MultiHeadLatentAttention(nn.Module):
         """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
         reach = self.mask.band.reach
         seen = history if reach is None else min(history, reach)
-        return self._possible(self._cheaper(queries, seen + queries, least))
+        return self._allowed_form(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """``[..., h, r + p]``: the query as it meets latents."""
@@ -342,14 +349,14 @@ class MultiHeadLatentAttention(nn.Module):
         k_rope = share_of(self.kv_b_proj, self.num_heads, k.shape[-2]).sum_gradients(k_rope)
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
-    def _possible(self, form: str, stored_for: Tensor | None = None) -> str:
+    def _allowed_form(self, form: str, stored_for: Tensor | None = None) -> str:
         """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h,
         n]``.
 
         Raises:
             NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
         """
-        plain = latent_forms.computes_its_weight_alone(self.kv_b_proj, stored_for, self.num_heads)
+        plain = latent_forms.is_plain_matmul(self.kv_b_proj, stored_for, self.num_heads)
         if self.form == "absorbed" and not plain:
             raise NotImplementedError(
                 "kv_b_proj: absorbing needs a plain nn.Linear without bias, hooks and adapters, "

@@ -38,7 +38,7 @@ from attnlib import (
     scores,
     sliding,
 )
-from attnlib.layers.attending import attending
+from attnlib.layers.attending import attention_call
 from attnlib.layers.inputs import Inputs
 from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, ShardedHeads, share_of
 from attnlib.scores import Score
@@ -339,14 +339,14 @@ def test_a_call_says_which_head_is_the_first_where_somebody_counts():
     layer, of = grouped(2), Score(1.0)
 
     def asked(**options):
-        return attending(layer, of, Inputs(**options), 2, share(2))
+        return attention_call(layer, of, Inputs(**options), 2, share(2))
 
     assert asked().head == asked(mask=by_key).head == 0
     assert asked(mask=by_key).mask.tiles is not None
     assert asked(mask=by_head).head == 2
     assert asked(mask=by_head).mask.tiles is None  # they were of all heads
-    assert attending(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
-    assert attending(layer, of, Inputs(mask=by_head), HEADS, ALL_HEADS).mask.tiles is not None
+    assert attention_call(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
+    assert attention_call(layer, of, Inputs(mask=by_head), HEADS, ALL_HEADS).mask.tiles is not None
     layer.dropout_p = 0.5
     assert asked().head == 2
     assert layer.eval() is layer
