@@ -1,4 +1,4 @@
-"""Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
+"""The multi-head latent attention (MLA) layer, with an expanded and an absorbed form of the same weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,27 +27,32 @@ from .positions import angles_of, positions_of
 from .sharded_cache import is_sharded
 from .tensor_parallel import local_weight, plan_of, share_of
 
-if TYPE_CHECKING:  # importing these takes longer than importing this package
+if TYPE_CHECKING:  # importing these is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @kind
 class MultiHeadLatentAttention(nn.Module):
-    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434); DeepSeek-V3's names.
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameter names.
 
-    A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The
-    *expanded* form makes K and V per head from the latents. The *absorbed* form moves the key up-projection
-    to the query and the value up-projection to the output, and attends over the latents themselves as one KV
-    head. Both are exact and use the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias``
-    is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs,
+    A cache stores ``kv_lora_rank + qk_rope_head_dim`` values per token: a latent, and a rotary key that all
+    heads share. There are two exact forms of attention, with the same weights:
+
+    - The *expanded* form computes K and V of every head from the latents.
+    - The *absorbed* form moves the key up-projection to the query and the value up-projection to the output,
+      and attends over the latents themselves as one KV head.
+
+    ``form`` forces one of them, and ``"auto"`` takes the cheaper. ``q_lora_rank=None`` projects q directly.
+    ``bias`` is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs, which is
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
-    ``qk_rope_head_dim=0`` is for layers without rope. A ``temperature`` scales queries by their positions.
-    Ranks of ``context_parallel`` send each other latents, and expand what they receive.
+    ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions.
+    With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
-        ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an
-        unknown form. TypeError: an argument of another type, such as a mask that is not a Mask.
+        ValueError: sizes do not fit, rotary channels have no rope, a number is out of range, or the form is
+            unknown.
+        TypeError: an argument has the wrong type, such as a mask that is not a Mask.
     """
 
     context_parallel: ContextParallel | None
@@ -102,7 +107,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.backend, self.context_parallel = backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
-        # YaRN's temperature acts on the rotated channels alone, so it is a gain of the rotated query.
+        # YaRN scales the rotated channels of q and k by its amplitude: here both factors scale those of q.
         latent_scale, self.q_gain = (1.0, 1.0) if rope is None else (rope.latent_scale, rope.amplitude**2)
         self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
         linear = partial(nn.Linear, device=device, dtype=dtype)
@@ -120,29 +125,27 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
+        """The cache layout of this layer; within ``torch.autocast`` it has autocast's dtype."""
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
-        """As :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
         return replace(self.kv_layout, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
         reset_children(self)
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
-        """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all
-        heads.
-        """
+        """Same as :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank computes all latents."""
         query_name = "q_proj" if self.q_lora_rank is None else "q_b_proj"
         return plan_of(mesh, self.num_heads, self.num_heads, (query_name, "kv_b_proj"))
 
     @property
     def _query_projection(self) -> nn.Module:
-        """What projects to the heads of q."""
+        """The projection whose output is the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
 
     def forward(
@@ -158,7 +161,7 @@ class MultiHeadLatentAttention(nn.Module):
         key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
-        """As :meth:`attnlib.GroupedQueryAttention.forward`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.forward`."""
         ranks = self.context_parallel
         given = Inputs(
             context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
@@ -185,15 +188,16 @@ class MultiHeadLatentAttention(nn.Module):
         )
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """As :meth:`attnlib.GroupedQueryAttention.append_context`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.append_context`."""
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa, self.rope)
         kv.append(*self.latent(context, None))
 
     def query(
         self, x: Tensor, angles: Angles | None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs
-        ``positions``.
+        """Return q's unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels.
+
+        A temperature needs integer ``positions``.
         """
         q = self._query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
@@ -205,9 +209,7 @@ class MultiHeadLatentAttention(nn.Module):
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
     def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
-        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is
-        0).
-        """
+        """Return the normalized latent ``[..., r]`` and the rotary key ``[..., p]``, None if p is 0."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
@@ -222,14 +224,15 @@ class MultiHeadLatentAttention(nn.Module):
         angles: Angles | None,
         attention: AttentionCall,
     ) -> Tensor:
-        """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache
-        back.
+        """Append the tokens of x to the cache and attend to all stored tokens.
+
+        The first tokens of a sequence attend to each other directly, without reading the cache back.
         """
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
-        # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens
-        # alone.
+        attention.check(q_nope, view)  # calls on chunks of the view would skip this check
+        # Only the absorbed form gives bits that do not depend on the batch (split_size), and only it works if
+        # other ranks store some of the latents.
         if not kv.prefill or view.split_size or (is_sharded(view) and kv.history):
             return self._attend_stored(
                 q_nope, q_rope, view, self._allowed_form("absorbed", q_nope), attention=attention
@@ -240,7 +243,7 @@ class MultiHeadLatentAttention(nn.Module):
                 return attend_mixed(
                     partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts
                 )
-            new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
+            new = x.shape[:-1].numel() // view.lengths.shape[0]  # mean number of new tokens per sequence
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
         if angles is not None:
@@ -250,10 +253,10 @@ class MultiHeadLatentAttention(nn.Module):
         return self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
-        """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
+        """Return the prompts of a packed step that are much cheaper expanded than absorbed.
 
-        What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for
-        all.
+        There are none under torch.compile and in CUDA graphs, which must serve any prompts, and none over a
+        shared prefix, which is read once for all sequences.
         """
         if is_recorded(view.k) or view.shared is not None or self._allowed_form("absorbed") == "expanded":
             return []
@@ -270,9 +273,7 @@ class MultiHeadLatentAttention(nn.Module):
         attention: AttentionCall,
         given: Inputs,
     ) -> Tensor:
-        """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper
-        form.
-        """
+        """Attend over latents ``[..., t, r]`` and rotated keys ``[..., t, p]``, in the cheaper form."""
         if attention.context_parallel is not None:
             check_form(self.form, attention.context_parallel)
             q = torch.cat((q_nope, q_rope), -1)
@@ -296,9 +297,7 @@ class MultiHeadLatentAttention(nn.Module):
         attention: AttentionCall,
         **limits: int,
     ) -> Tensor:
-        """Attention over a latent cache in this form; ``longest`` and ``row`` are as in
-        :func:`attend_expanded`.
-        """
+        """Attend over a latent cache in this form; for ``limits`` see :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
         own = {
@@ -311,36 +310,37 @@ class MultiHeadLatentAttention(nn.Module):
         return attend_expanded(q, view, self.expand, **limits, **own, backend=attention.backend)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
-        """The cheaper form at this layer's sizes."""
+        """Return the cheaper form for this layer's dimensions."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         return cheaper_form(
             queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least
         )
 
     def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
-        """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
+        """Return the cheaper allowed form for ``queries`` new tokens after ``history`` stored ones."""
         reach = self.mask.band.reach
         seen = history if reach is None else min(history, reach)
         return self._allowed_form(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """``[..., h, r + p]``: the query as it meets latents."""
+        """Return the query in the space of latents and rotary keys, ``[..., h, r + p]``."""
         k_up, _ = self._up_projections()
         return torch.cat((torch.einsum("...hn,hnr->...hr", q_nope, k_up), q_rope), -1)
 
     def _unabsorb(self, out: Tensor) -> Tensor:
-        """``[..., h, r]`` -> ``[..., h, e]``."""
+        """Project weighted sums of latents ``[..., h, r]`` to outputs ``[..., h, e]``."""
         _, v_up = self._up_projections()
         return torch.einsum("...hr,her->...he", out, v_up)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """Views ``[h, n, r]`` and ``[h, e, r]`` of kv_b_proj's weight, so they can never be stale."""
+        """Return the key and value up-projections ``[h, n, r]`` and ``[h, e, r]``, as views of the weight."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         return local_weight(self.kv_b_proj).unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
     def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[...,
-        p]``.
+        """Return K ``[..., h, n + p]`` and V ``[..., h, e]`` of latents ``[..., r]`` and keys ``[..., p]``.
+
+        The rotary keys are already rotated; None if p is 0.
         """
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
@@ -350,11 +350,12 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
     def _allowed_form(self, form: str, stored_for: Tensor | None = None) -> str:
-        """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h,
-        n]``.
+        """Return ``form`` if the constructor and the weights allow it, otherwise the allowed form.
+
+        ``stored_for`` is q ``[..., h, n]`` of attention over a cache; see :func:`is_plain_matmul`.
 
         Raises:
-            NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
+            NotImplementedError: the absorbed form is forced, but kv_b_proj is not a plain linear layer.
         """
         plain = latent_forms.is_plain_matmul(self.kv_b_proj, stored_for, self.num_heads)
         if self.form == "absorbed" and not plain:

@@ -1,4 +1,4 @@
-"""Tensor parallelism over a sharded cache: may the ranks that share a cache combine their query heads?"""
+"""Tensor parallelism over a sharded cache: which query heads the ranks of a cache may combine."""
 
 from ..kv import KVView
 from .tensor_parallel import ShardedHeads, Share

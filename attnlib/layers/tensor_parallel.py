@@ -1,10 +1,9 @@
-"""Tensor parallelism: a rank computes its own heads, and what serves all heads gets its gradient from every
-rank.
+"""Tensor parallelism of layers: each rank computes its own heads.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All
-tensors between them are plain and local. Some of these every rank has whole but uses for its own heads alone:
-MLA's rotary key, sinks, the weights of a norm over heads, what scores read. Their gradients are partial on
-each rank, and :meth:`Share.sum_gradients` sums them.
+tensors between them are plain local tensors. Some tensors are replicated on every rank but used only for the
+rank's own heads: MLA's rotary key, sinks, norm weights, and tensors that score functions read. Their
+gradients are partial on each rank, and :meth:`Share.sum_gradients` sums them.
 """
 
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from torch.func import functional_call
 from ..ranks import check_mesh
 from ..scores import Score
 
-if TYPE_CHECKING:  # importing these takes longer than importing this package
+if TYPE_CHECKING:  # importing these is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
 
-MARK = "_distribute_module_applied"  # what parallelize_module sets on each module whose weights it shards
+MARK = "_distribute_module_applied"  # set by parallelize_module on each module that it shards
 
 
 class Share:
@@ -92,13 +91,13 @@ class ShardedHeads(Share):
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
-        """What each rank finds of the gradient of something that serves all heads: a part of the sum."""
+        """The placements of a replicated tensor's gradient: partial on mesh dimensions that shard heads."""
         from torch.distributed.tensor import Partial, Replicate
 
         return tuple(Partial() if shared else Replicate() for shared in self.shares)
 
     def kv_heads(self, total: int) -> tuple[int, int]:
-        """The first of the KV heads that these query heads read, and how many they are, of ``total``.
+        """Return the first of the ``total`` KV heads that these query heads read, and how many they read.
 
         Raises:
             ValueError: the query heads of a KV head are sharded unevenly.
@@ -118,13 +117,13 @@ class ShardedHeads(Share):
         return score._replace(**{name: self.local(x) for name, x in score.tensors.items()})
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's values of x, which has one for each query head, of this rank or of all ``[h]``."""
+        """Return this rank's part of x ``[h]``, which has a value for each query head (local or all)."""
         x = x.to_local() if _is_distributed(x) else x
         return x if x.shape[0] == self.count else self.sum_gradients(x).narrow(0, self.first, self.count)
 
     def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
         first, count = self.kv_heads(layer.num_kv_heads)
-        if x.shape[-2] == layer.num_kv_heads:  # every rank has projected them
+        if x.shape[-2] == layer.num_kv_heads:  # every rank has computed all KV heads
             return self.sum_gradients(x).narrow(-2, first, count)
         if x.shape[-2] != count:
             raise ValueError(
@@ -159,19 +158,18 @@ class ShardedHeads(Share):
                     "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP "
                     "has sharded them; call fully_shard on the layer, not on its norms"
                 )
-            return norm(x)  # parallelize_module sees to their gradients
+            return norm(x)  # their gradients are summed by parallelize_module
         return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
 
 
 def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share:
-    """What this rank has of the ``heads`` that ``projection`` makes; ALL_HEADS where that is all,
-    or not known.
+    """Return this rank's share of the ``heads`` that ``projection`` computes; ALL_HEADS if it is not sharded.
 
-    ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins
-    them before they compute, so only modules count that ``parallelize_module`` has marked.
+    ``local_heads`` is the head count of its output. If that is None, the weight decides. FSDP shards weights
+    too, but gathers them before they are used, so only modules marked by ``parallelize_module`` count.
 
     Raises:
-        ValueError: the heads do not divide among the ranks.
+        ValueError: the heads do not divide evenly among the ranks.
     """
     if local_heads == heads or (local_heads is None and not getattr(projection, MARK, False)):
         return ALL_HEADS
@@ -180,8 +178,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
         return ALL_HEADS
     from torch.distributed.tensor import Shard
 
-    # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is
-    # joined.
+    # type(): FSDP around the layer may add a _StridedShard, a subclass of Shard, which it gathers before use.
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:
@@ -211,15 +208,14 @@ def share_of_context(layer: nn.Module, context: Tensor) -> Share:
 def plan_of(
     mesh: "DeviceMesh", heads: int, kv_heads: int, columns: tuple[str, ...], of_kv: tuple[str, ...] = ()
 ) -> "dict[str, ParallelStyle]":
-    """How ``parallelize_module`` shares out these projections to the heads, and ``o_proj``, over the ranks of
-    a mesh.
+    """Return the plan for ``parallelize_module`` that shards ``columns`` and ``o_proj`` by heads.
 
-    Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads
-    read.
+    The projections ``of_kv`` are sharded too if the KV heads divide among the ranks. Otherwise every rank
+    computes all KV heads and reads the ones that its query heads need.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: the heads do not divide among the ranks, or the mesh has several dimensions.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the heads do not divide evenly among the ranks, or the mesh has several dimensions.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -235,10 +231,10 @@ def plan_of(
 
 
 def local_weight(module: nn.Module) -> Tensor:
-    """The weight of a module, or this rank's part of it."""
+    """Return the weight of a module, or this rank's shard of it."""
     return module.weight.to_local() if _is_distributed(module.weight) else module.weight
 
 
 def _is_distributed(x: object) -> bool:
-    """Whether x is a DTensor, asked without importing it."""
+    """True if x is a DTensor, without importing DTensor."""
     return hasattr(x, "device_mesh")
