@@ -273,8 +273,7 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
         )
     else:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
-        dense, packed = f"step({step[1]}) is for as many tokens of each live sequence", "step({handle: n})"
-        remedy = f"{dense}, {packed} for packed ones"
+        remedy = "step(n) is for n tokens of each live sequence, step({handle: n}) for packed tokens"
     raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
 
 

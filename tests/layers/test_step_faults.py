@@ -9,7 +9,7 @@ from torch import nn
 
 from attnlib import FULL
 
-PER_SEQUENCE = r"step\(1\) is for as many tokens of each live sequence"
+PER_SEQUENCE = r"step\(n\) is for n tokens of each live sequence"
 DENSE = {
     "another batch": (tokens(3, 1), rf"\[b=2, s=1, m=24\] .* got \(3, 1, 24\); {PER_SEQUENCE}"),
     "another count": (tokens(2, 2), rf"\[b=2, s=1, m=24\] .* got \(2, 2, 24\); {PER_SEQUENCE}"),
