@@ -27,7 +27,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         first, dtypes = states[n % 2], (torch.float32, torch.float64) if n % 2 else DTYPES
         if x.dtype not in dtypes or x.dtype != first[1].dtype:
             raise TypeError(
-                f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}"
+                f"{name}: expected {' or '.join(map(str, dtypes))}, the same in both states, got {x.dtype}"
             )
         if x.device != out_a.device:
             raise ValueError(f"{name}: expected device {out_a.device} like out_a, got {x.device}")

@@ -86,8 +86,8 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
             head = share.first
         elif by_mask or by_score:
             raise ValueError(
-                f"q_proj: expected all {layer.num_heads} heads, whose numbers the mask or the score asks "
-                f"for, or to be sharded by parallelize_module, got {heads} heads"
+                f"q_proj: expected all {layer.num_heads} heads, or heads sharded by parallelize_module, as "
+                f"the mask or the score reads head indices, got {heads} heads"
             )
         if by_mask:
             mask.check({"h": layer.num_heads})

@@ -1,4 +1,4 @@
-"""Tensors that a layer's mask and score functions read: they move, train and are saved with the layer."""
+"""Tensors that mask and score functions read, held as parameters or buffers of the layer."""
 
 import torch
 from torch import nn

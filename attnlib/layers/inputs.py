@@ -71,15 +71,15 @@ def check_latent_rope(rope: Rope | None, channels: int) -> None:
     """
     if rope is None and channels:
         raise ValueError(
-            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; a "
-            "layer without rope has qk_rope_head_dim=0, and qk_nope_head_dim as many channels more"
+            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; "
+            "for a layer without rope use qk_rope_head_dim=0 and add the channels to qk_nope_head_dim"
         )
     if rope is not None and rope.dim != channels:
         raise ValueError(f"rope: expected dim={channels} like qk_rope_head_dim, got {rope.dim}")
     if rope is not None and not rope.interleaved:
         warn_once(
             f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of "
-            "halves; weights of another layout are for another layer, and nothing else would tell",
+            "halves; weights trained with interleaved pairs give wrong results without any error",
             sys._getframe(3),  # the caller of the constructor, past its @kind wrapper
         )
 
@@ -134,7 +134,7 @@ def check(
             "there is one"
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
-        raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, of the packed x that attends")
+        raise ValueError("cu_seqlens_context: expected cu_seqlens= of the packed x with it")
     for name in ("key_starts", "key_ends"):
         is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
         if getattr(given, name) is not None and not is_dense:
@@ -142,9 +142,7 @@ def check(
                 f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own"
             )
     if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
-        raise ValueError(
-            f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone"
-        )
+        raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)}")
     if context is not None and rope is not None:
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
@@ -166,8 +164,8 @@ def _check_shared(given: Inputs) -> None:
     for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
         if x is not None:
             raise ValueError(
-                f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing "
-                f"else; set layer.context_parallel = None to {instead}"
+                f"{name}: expected None with context_parallel, which shards the tokens of x only; set "
+                f"layer.context_parallel = None to {instead}"
             )
 
 
@@ -187,7 +185,7 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
         return
     expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
     several = (
-        "; for several positions of a token (M-RoPE) compute the Angles and give them"
+        "; for several positions of a token (M-RoPE) compute the Angles and pass them"
         if len(shape) > 2
         else ""
     )
@@ -207,8 +205,8 @@ def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> 
         return
     if ((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any():
         raise ValueError(
-            "positions: they begin again within a row, whose tokens would see each other; pack the row with "
-            "cu_seqlens= of attnlib.packing.from_position_ids, or give mask=attnlib.masks.documents(numbers)"
+            "positions: they begin again within a row, whose sequences would see each other; pack the row "
+            "with cu_seqlens= of packing.from_position_ids, or pass mask=attnlib.masks.documents(numbers)"
         )
 
 

@@ -45,8 +45,8 @@ def check_form(form: str, ranks: ContextParallel | None) -> None:
         raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
     if form == "absorbed" and ranks is not None:
         raise ValueError(
-            "context_parallel: its ranks expand the latents that they send each other, got form='absorbed'; "
-            "use form='auto' or 'expanded'"
+            "context_parallel: expected form='auto' or 'expanded', since ranks expand the latents that they "
+            "receive, got form='absorbed'"
         )
 
 
@@ -250,20 +250,20 @@ def check_heads(q: Tensor, k: Tensor) -> None:
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"kv_b_proj: expected h={q.shape[-2]} heads like the projection of q, got {k.shape[-2]}; shard "
-            "both alike"
+            "both the same way"
         )
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
     if is_sharded(view):
         raise NotImplementedError(
-            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for "
-            "which each rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, "
+            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, "
+            "which needs all latents on each rank; use form='auto' and a plain nn.Linear as kv_b_proj, "
             "sharded by heads like q"
         )
     if view.split_size:
         raise NotImplementedError(
-            "batch_invariant: expected the absorbed form over such a cache, got the expanded one"
+            "batch_invariant: expected the absorbed form over a batch-invariant cache, got the expanded one"
         )
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):

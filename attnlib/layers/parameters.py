@@ -30,8 +30,8 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
         owned = [own for own, _ in module.named_parameters(recurse=False)]
         if owned:
             raise TypeError(
-                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__} with "
-                f"parameters {owned} and without it; define it there, or initialise the modules one by one"
+                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__}, "
+                f"which has parameters {owned} but not the method; define it, or initialize modules one by one"
             )
         yield from _resettable(module, f"{path}{name}.")
 
@@ -51,12 +51,10 @@ def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str,
         output_bias = bias if output_bias is None else output_bias
         return (PROJECTIONS[:3] if bias else ()) + (PROJECTIONS[3:] if output_bias else ())
     if not isinstance(bias, tuple):
-        raise TypeError(
-            f"bias: expected a bool or a tuple of names of projections, got {type(bias).__name__}"
-        )
+        raise TypeError(f"bias: expected a bool or a tuple of projection names, got {type(bias).__name__}")
     unknown = [name for name in bias if name not in PROJECTIONS]
     if unknown or output_bias is not None:
-        wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} beside names"
+        wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} with names"
         raise ValueError(f"bias: expected a bool or some of {', '.join(PROJECTIONS)}, got {wrong}")
     return bias
 

@@ -39,8 +39,8 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     rule = type(rope.scaling).__name__
     if given.kv is not None:
         raise ValueError(
-            f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or "
-            "pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
+            f"rope: {rule} rotates stored keys anew as the sequence grows; use another scaling with a cache, "
+            "or pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
         )
     if given.positions is not None or given.cu_seqlens is not None:
         raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")

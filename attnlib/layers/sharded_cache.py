@@ -22,8 +22,8 @@ def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: 
         return view
     if not isinstance(share, ShardedHeads):
         raise ValueError(
-            f"q_proj: expected all {total} heads, or to be sharded by parallelize_module, over a cache that "
-            f"ranks share, got {heads} heads; nobody knows which the other ranks have"
+            f"q_proj: expected all {total} heads, or heads sharded by parallelize_module, over a cache that "
+            f"ranks share, got {heads} heads; the heads of the other ranks are unknown"
         )
     if kv_heads == 1 and share.mesh == view.ranks.mesh:
         return view.with_own_heads()
@@ -33,9 +33,9 @@ def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: 
     read = {first * kv_heads // total for first in firsts}
     if len({*firsts}) < len(firsts) or len(read) > 1 or share.kv_heads(kv_heads)[1] > 1:
         raise ValueError(
-            "mesh: expected a cache that ranks share whose query heads read the same KV head, or who have "
-            f"the same query heads, got ranks whose heads begin at {firsts} of {total}, over {kv_heads} KV "
-            "heads; make the cache with mesh= of such ranks, or without"
+            "mesh: expected a cache shared by ranks with query heads that read the same KV head, or with the "
+            f"same query heads, got ranks with first heads {firsts} of {total}, over {kv_heads} KV heads; "
+            "make the cache with a mesh= of such ranks, or without one"
         )
     return view.with_own_heads()
 
@@ -55,8 +55,8 @@ def _first_heads(view: KVView, share: ShardedHeads) -> list[int] | None:
     if len(known) == 1:
         return None
     raise ValueError(
-        f"mesh: expected a cache that ranks of the heads' mesh {share.mesh} share, or ranks across it, got "
-        f"{view.ranks.mesh}, of which some are"
+        f"mesh: expected a cache shared within the heads' mesh {share.mesh}, or across it, got "
+        f"{view.ranks.mesh}, which overlaps it in part"
     )
 
 

@@ -51,7 +51,7 @@ class Share:
             found = share_of(getattr(layer, name), layer.num_kv_heads, x.shape[-2])
             if isinstance(found, ShardedHeads):
                 raise ValueError(
-                    f"{name}: it is sharded by heads and q_proj is not; shard both, or q_proj alone"
+                    f"{name}: it is sharded by heads and q_proj is not; shard both, or only q_proj"
                 )
         return x
 
@@ -128,7 +128,7 @@ class ShardedHeads(Share):
         if x.shape[-2] != count:
             raise ValueError(
                 f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all "
-                f"{layer.num_kv_heads}, got {x.shape[-2]}; shard it as q_proj, or not at all"
+                f"{layer.num_kv_heads}, got {x.shape[-2]}; shard it like q_proj, or not at all"
             )
         return x
 
@@ -145,7 +145,7 @@ class ShardedHeads(Share):
             return self.sum_gradients(x)
         if x.device_mesh != self.mesh:
             raise NotImplementedError(
-                f"score: expected what it reads whole, or sharded over {self.mesh} like the heads, got "
+                f"score: expected tensors that are whole or sharded over {self.mesh} like the heads, got "
                 f"{x.device_mesh}"
             )
         return x.full_tensor(grad_placements=self.of_gradients)
@@ -155,8 +155,8 @@ class ShardedHeads(Share):
         if any(_is_distributed(w) for w in weights.values()):
             if not getattr(norm, MARK, False):
                 raise NotImplementedError(
-                    "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP "
-                    "has sharded them; call fully_shard on the layer, not on its norms"
+                    "qk_norm: tensor parallelism needs whole norm weights, but FSDP has sharded the norm "
+                    "itself; call fully_shard on the layer, not on its norms"
                 )
             return norm(x)  # their gradients are summed by parallelize_module
         return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
@@ -178,7 +178,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
         return ALL_HEADS
     from torch.distributed.tensor import Shard
 
-    # type(): FSDP around the layer may add a _StridedShard, a subclass of Shard, which it gathers before use.
+    # type(): FSDP around the layer adds a _StridedShard, which it gathers before the weight is used.
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:

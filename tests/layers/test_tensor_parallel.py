@@ -359,7 +359,7 @@ def test_functions_of_heads_that_nobody_knows_are_refused():
         whole = getattr(layer, name)
         setattr(layer, name, nn.Linear(HIDDEN, whole.out_features // 2, bias=False))
     with pytest.raises(
-        ValueError, match=r"q_proj: expected all 4 heads, whose numbers the mask or .* got 2 heads"
+        ValueError, match=r"q_proj: expected all 4 heads, or .* the mask or the score reads .* got 2 heads"
     ):
         layer(torch.randn(1, TOKENS, HIDDEN))
 
