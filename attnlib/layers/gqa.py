@@ -72,13 +72,8 @@ class GroupedQueryAttention(nn.Module):
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
 
     def __init__(
@@ -109,9 +104,8 @@ class GroupedQueryAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_counts(
-            {"hidden_size": hidden_size, "num_heads": num_heads} | not_none(num_kv_heads=num_kv_heads)
-        )
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+        check_counts(sizes | not_none(num_kv_heads=num_kv_heads))
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
         head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         has_bias = biased(bias, output_bias)

@@ -112,20 +112,15 @@ def attend_expanded(
         check_heads(q, k)
         _check_values(q, v, view)
         if score is None and isinstance(mask, Mask):
-            options = {
-                "cu_seqlens_q": cu_q,
-                "cu_seqlens_k": cu_k,
-                "mask": band,
-                "scale": scale,
-                "backend": backend,
-            }
-            out, lse = varlen_attention_with_lse(rows, k, v, **options)
+            offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            out, lse = varlen_attention_with_lse(
+                rows, k, v, **offsets, mask=band, scale=scale, backend=backend
+            )
         else:  # functions need the indices of the whole sequences
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
-            out, lse = attend(
-                Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend
-            )
+            call = Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True)
+            out, lse = attend(call, backend)
         if state is not None:  # in fp32: rounding the sum after every chunk would add up
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse
@@ -144,9 +139,8 @@ def _chunks(
     (window, first), reach = mask.kept, mask.band.reach
     starts, prefix, band = view.starts, max(mask.band.prefix, first), mask.band.without_prefix()
     reach = window - 1 if reach is None and window is not None else reach
-    visible = (
-        longest if reach is None else min(longest, reach + queries)
-    )  # tokens, from the end of a sequence
+    # The tokens at the end of a sequence that its queries may see.
+    visible = longest if reach is None else min(longest, reach + queries)
     for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
         hides = not shifted.covers(size - queries, size, 0, size)

@@ -55,18 +55,6 @@ class MultiHeadLatentAttention(nn.Module):
         TypeError: an argument has the wrong type, such as a mask that is not a Mask.
     """
 
-    context_parallel: ContextParallel | None
-    scale: float
-    q_gain: float  # factor of q's rotated channels
-    q_proj: nn.Linear  # without q_lora_rank
-    q_a_proj: nn.Linear  # with q_lora_rank, like the next two
-    q_a_layernorm: nn.RMSNorm
-    q_b_proj: nn.Linear
-    kv_a_proj_with_mqa: nn.Linear
-    kv_a_layernorm: nn.RMSNorm
-    kv_b_proj: nn.Linear
-    o_proj: nn.Linear
-
     def __init__(
         self,
         hidden_size: int,
@@ -172,9 +160,8 @@ class MultiHeadLatentAttention(nn.Module):
         share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
         attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
-            out = self._attend_stored(
-                q_nope, q_rope, context, self._allowed_form("absorbed", q_nope), attention=attention
-            )
+            form = self._allowed_form("absorbed", q_nope)
+            out = self._attend_stored(q_nope, q_rope, context, form, attention=attention)
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
@@ -231,21 +218,17 @@ class MultiHeadLatentAttention(nn.Module):
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
         attention.check(q_nope, view)  # calls on chunks of the view would skip this check
+        attend = partial(self._attend_stored, attention=attention)
         # Only the absorbed form gives bits that do not depend on the batch (split_size), and only it works if
         # other ranks store some of the latents.
         if not kv.prefill or view.split_size or (is_sharded(view) and kv.history):
-            return self._attend_stored(
-                q_nope, q_rope, view, self._allowed_form("absorbed", q_nope), attention=attention
-            )
+            return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
         if kv.history:
-            prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
-            if prompts:
-                return attend_mixed(
-                    partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts
-                )
+            if prompts := self._expanded_prompts(kv, view, q_nope.shape[-2]):
+                return attend_mixed(attend, q_nope, q_rope, view, prompts)
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # mean number of new tokens per sequence
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
-            return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
+            return attend(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
@@ -300,14 +283,17 @@ class MultiHeadLatentAttention(nn.Module):
         """Attend over a latent cache in this form; for ``limits`` see :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
-        own = {
-            "mask": attention.mask,
-            "scale": self.scale,
-            "score": attention.score.function,
-            "head": attention.head,
-        }
-        q = torch.cat((q_nope, q_rope), -1)
-        return attend_expanded(q, view, self.expand, **limits, **own, backend=attention.backend)
+        return attend_expanded(
+            torch.cat((q_nope, q_rope), -1),
+            view,
+            self.expand,
+            **limits,
+            mask=attention.mask,
+            scale=self.scale,
+            score=attention.score.function,
+            head=attention.head,
+            backend=attention.backend,
+        )
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """Return the cheaper form for this layer's dimensions."""

@@ -31,7 +31,7 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
         if owned:
             raise TypeError(
                 f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__}, "
-                f"which has parameters {owned} but not the method; define it, or initialize modules one by one"
+                f"which has parameters {owned} but not the method; define it, or initialize each module"
             )
         yield from _resettable(module, f"{path}{name}.")
 
