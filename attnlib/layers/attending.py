@@ -15,7 +15,7 @@ from .captured import own_functions
 from .context_parallel import ContextParallel, KeyValueSource
 from .inputs import Inputs
 from .sharded_cache import with_heads
-from .tensor_parallel import ShardedHeads, Share
+from .tensor_parallel import Share
 
 
 class AttentionCall(NamedTuple):
@@ -82,7 +82,7 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
     head = 0
     if heads != layer.num_heads:
         by_mask, by_score = _reads_head(mask), _reads_head(function)
-        if isinstance(share, ShardedHeads) and (by_mask or by_score or dropout_p):
+        if share.shares and (by_mask or by_score or dropout_p):
             head = share.first
         elif by_mask or by_score:
             raise ValueError(

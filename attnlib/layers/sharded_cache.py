@@ -1,7 +1,7 @@
 """Tensor parallelism over a sharded cache: which query heads the ranks of a cache may combine."""
 
 from ..kv import KVView
-from .tensor_parallel import ShardedHeads, Share
+from .tensor_parallel import Share
 
 
 def is_sharded(view: KVView) -> bool:
@@ -20,7 +20,7 @@ def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: 
     """
     if not is_sharded(view) or heads == total or view.ranks.count == 1:
         return view
-    if not isinstance(share, ShardedHeads):
+    if not share.shares:
         raise ValueError(
             f"q_proj: expected all {total} heads, or heads sharded by parallelize_module, over a cache that "
             f"ranks share, got {heads} heads; the heads of the other ranks are unknown"
@@ -40,7 +40,7 @@ def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: 
     return view.with_own_heads()
 
 
-def _first_heads(view: KVView, share: ShardedHeads) -> list[int] | None:
+def _first_heads(view: KVView, share: Share) -> list[int] | None:
     """Return the first query head of each rank that shares the view.
 
     None if the view's mesh crosses the heads' mesh: then the ranks that share it have the same query heads.
@@ -60,7 +60,7 @@ def _first_heads(view: KVView, share: ShardedHeads) -> list[int] | None:
     )
 
 
-def _indices(share: ShardedHeads) -> list[int]:
+def _indices(share: Share) -> list[int]:
     """Return the index of each rank's heads among all shares, in the order of the mesh's ranks."""
     parts = [0]
     for dim, shared in enumerate(share.shares):

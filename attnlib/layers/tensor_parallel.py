@@ -6,9 +6,8 @@ rank's own heads: MLA's rotary key, sinks, norm weights, and tensors that score 
 gradients are partial on each rank, and :meth:`Share.sum_gradients` sums them.
 """
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,69 +24,17 @@ if TYPE_CHECKING:  # importing these is slower than importing attnlib
 MARK = "_distribute_module_applied"  # set by parallelize_module on each module that it shards
 
 
-class Share:
-    """The heads that one rank computes if no mesh shards them: all heads, or as many as the weights have.
+class Share(NamedTuple):
+    """The query heads ``[first, first + count)`` of ``total`` on one rank of a mesh that shards them.
 
-    Nothing is sliced and no gradient is summed here; :class:`ShardedHeads` overrides every method.
+    ``Share()`` is for a rank without tensor parallelism: nothing is sliced, and no gradient is summed.
     """
 
-    __slots__ = ()
-
-    def stored_heads(self, local: int, total: int) -> int:
-        """Return how many of ``total`` KV heads this rank stores, if its weight has ``local`` of them."""
-        return local
-
-    def local_score(self, score: Score) -> Score:
-        """Return the score options with one slope and one sink for each query head of this rank."""
-        return score
-
-    def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
-        """Return the KV heads that this rank's query heads read, of those that projection ``name`` computed.
-
-        Raises:
-            ValueError: ``x`` ``[..., g, d]`` has other heads than the query heads need.
-        """
-        if x.shape[-2] != layer.num_kv_heads:
-            found = share_of(getattr(layer, name), layer.num_kv_heads, x.shape[-2])
-            if isinstance(found, ShardedHeads):
-                raise ValueError(
-                    f"{name}: it is sharded by heads and q_proj is not; shard both, or only q_proj"
-                )
-        return x
-
-    def sum_gradients(self, x: Tensor) -> Tensor:
-        """Return ``x``, which is the same on all ranks, with a gradient that is summed over the ranks."""
-        return x
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return all of ``x``, which may be sharded, with a gradient that is summed over the ranks.
-
-        Raises:
-            NotImplementedError: ``x`` is sharded over another mesh than the heads.
-        """
-        return x.full_tensor() if _is_distributed(x) else x
-
-    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """Return ``norm(x)`` for this rank's heads ``[..., h, d]``.
-
-        Raises:
-            NotImplementedError: FSDP shards the norm by itself, so that its weights are not gathered yet.
-        """
-        return norm(x)
-
-
-ALL_HEADS = Share()
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedHeads(Share):
-    """The query heads ``[first, first + count)`` of ``total`` on a rank of a mesh that shards them."""
-
-    first: int
-    count: int
-    total: int
-    mesh: "DeviceMesh"
-    shares: tuple[bool, ...]  # True for each dimension of the mesh that shards the heads
+    first: int = 0
+    count: int = 0
+    total: int = 0
+    mesh: "DeviceMesh | None" = None
+    shares: tuple[bool, ...] = ()  # True for each dimension of the mesh that shards the heads
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
@@ -111,29 +58,46 @@ class ShardedHeads(Share):
         return self.first // group, max(1, self.count // group)
 
     def stored_heads(self, local: int, total: int) -> int:
-        return self.kv_heads(total)[1]
+        """Return how many of ``total`` KV heads this rank stores; ``local`` if its weight is not sharded."""
+        return self.kv_heads(total)[1] if self.shares else local
 
     def local_score(self, score: Score) -> Score:
-        return score._replace(**{name: self.local(x) for name, x in score.tensors.items()})
+        """Return the score options with one slope and one sink for each query head of this rank."""
+        if not self.shares:
+            return score
+        return score._replace(**{name: self._local(x) for name, x in score.tensors.items()})
 
-    def local(self, x: Tensor) -> Tensor:
+    def _local(self, x: Tensor) -> Tensor:
         """Return this rank's part of x ``[h]``, which has a value for each query head (local or all)."""
         x = x.to_local() if _is_distributed(x) else x
         return x if x.shape[0] == self.count else self.sum_gradients(x).narrow(0, self.first, self.count)
 
     def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
-        first, count = self.kv_heads(layer.num_kv_heads)
-        if x.shape[-2] == layer.num_kv_heads:  # every rank has computed all KV heads
+        """Return the KV heads that this rank's query heads read, from the output x of projection ``name``.
+
+        Raises:
+            ValueError: x ``[..., g, d]`` has other KV heads than the query heads need.
+        """
+        total, heads = layer.num_kv_heads, x.shape[-2]
+        if not self.shares:
+            if heads != total and share_of(getattr(layer, name), total, heads).shares:
+                raise ValueError(
+                    f"{name}: it is sharded by heads and q_proj is not; shard both, or only q_proj"
+                )
+            return x
+        first, count = self.kv_heads(total)
+        if heads == total:  # every rank has computed all KV heads
             return self.sum_gradients(x).narrow(-2, first, count)
-        if x.shape[-2] != count:
+        if heads != count:
             raise ValueError(
                 f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all "
-                f"{layer.num_kv_heads}, got {x.shape[-2]}; shard it like q_proj, or not at all"
+                f"{total}, got {heads}; shard it like q_proj, or not at all"
             )
         return x
 
     def sum_gradients(self, x: Tensor) -> Tensor:
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        """Return ``x``, which is the same on all ranks, with a gradient that is summed over the ranks."""
+        if not (self.shares and x.requires_grad and torch.is_grad_enabled()):
             return x
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -141,16 +105,28 @@ class ShardedHeads(Share):
         return replicated.to_local(grad_placements=self.of_gradients)
 
     def gathered(self, x: Tensor) -> Tensor:
+        """Return all of ``x``, which may be sharded, with a gradient that is summed over the ranks.
+
+        Raises:
+            NotImplementedError: ``x`` is sharded over another mesh than the heads.
+        """
         if not _is_distributed(x):
             return self.sum_gradients(x)
-        if x.device_mesh != self.mesh:
+        if self.shares and x.device_mesh != self.mesh:
             raise NotImplementedError(
                 f"score: expected tensors that are whole or sharded over {self.mesh} like the heads, got "
                 f"{x.device_mesh}"
             )
-        return x.full_tensor(grad_placements=self.of_gradients)
+        return x.full_tensor(grad_placements=self.of_gradients if self.shares else None)
 
     def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Return ``norm(x)`` for this rank's heads ``[..., h, d]``.
+
+        Raises:
+            NotImplementedError: FSDP shards the norm by itself, so that its weights are not gathered yet.
+        """
+        if not self.shares:
+            return norm(x)
         weights = dict(norm.named_parameters())
         if any(_is_distributed(w) for w in weights.values()):
             if not getattr(norm, MARK, False):
@@ -160,6 +136,9 @@ class ShardedHeads(Share):
                 )
             return norm(x)  # their gradients are summed by parallelize_module
         return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
+
+
+ALL_HEADS = Share()
 
 
 def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share:
@@ -191,7 +170,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
     for dim, size in enumerate(sizes):
         index = index * size + (mesh.get_local_rank(dim) if size > 1 else 0)
     count = heads // ranks
-    return ShardedHeads(index * count, count, heads, mesh, shares)
+    return Share(index * count, count, heads, mesh, shares)
 
 
 def share_of_context(layer: nn.Module, context: Tensor) -> Share:
@@ -199,7 +178,7 @@ def share_of_context(layer: nn.Module, context: Tensor) -> Share:
 
     If the weight is sharded, q_proj is called with one token: its output shows whether heads are gathered.
     """
-    if share_of(layer.q_proj, layer.num_heads) is ALL_HEADS:
+    if not share_of(layer.q_proj, layer.num_heads).shares:
         return ALL_HEADS
     q = layer.q_proj(context.flatten(0, -2)[:1])
     return share_of(layer.q_proj, layer.num_heads, q.shape[-1] // layer.head_dim)

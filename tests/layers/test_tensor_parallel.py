@@ -40,7 +40,7 @@ from attnlib import (
 )
 from attnlib.layers.attending import attention_call
 from attnlib.layers.inputs import Inputs
-from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, ShardedHeads, share_of
+from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, Share, share_of
 from attnlib.scores import Score
 
 RANKS = 2
@@ -328,8 +328,8 @@ def test_heads_that_no_plan_can_share_out(layer, ranks, dims, message):
         layer().parallel_plan(SimpleNamespace(ndim=dims, size=lambda: ranks))
 
 
-def share(first: int) -> ShardedHeads:
-    return ShardedHeads(first, 2, HEADS, None, (True,))
+def share(first: int) -> Share:
+    return Share(first, 2, HEADS, None, (True,))
 
 
 def test_a_call_says_which_head_is_the_first_where_somebody_counts():
