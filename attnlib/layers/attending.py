@@ -55,8 +55,7 @@ class AttentionCall(NamedTuple):
 
     def over_view(self, q: Tensor, view: KVView) -> Tensor:
         """Attend over the tokens in a cache."""
-        sizes = {"heads": q.shape[-2], "total": self.total_heads, "kv_heads": self.kv_heads}
-        view = with_heads(view, self.share, **sizes)
+        view = with_heads(view, self.share, q.shape[-2], total=self.total_heads, kv_heads=self.kv_heads)
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]
 
     def check(self, q: Tensor, view: KVView) -> None:

@@ -9,7 +9,7 @@ def is_sharded(view: KVView) -> bool:
     return view.ranks is not None
 
 
-def with_heads(view: KVView, share: Share, *, heads: int, total: int, kv_heads: int) -> KVView:
+def with_heads(view: KVView, share: Share, heads: int, *, total: int, kv_heads: int) -> KVView:
     """Return the view for a call with ``heads`` of ``total`` query heads, which read ``kv_heads`` KV heads.
 
     A sharded view records whether its ranks attend with different query heads or all with the same ones.
