@@ -45,7 +45,7 @@ class AttentionCall(NamedTuple):
     ) -> Tensor:
         """Attend over ``k`` and ``v``; with context parallelism, over the tokens of all ranks.
 
-        ``given`` has the bounds and offsets. Ranks exchange ``source``, if there is one, in place of k and v.
+        ``given`` has the bounds and offsets. A ``source`` is sent between the ranks in place of k and v.
         """
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)
         call = self._placed(Call(q, self.mask, self.score, k, v, None, *bounds, packing, dropout))

@@ -56,7 +56,7 @@ class CapturedTensors(nn.Module):
 
 
 def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
-    """Return the tensors that a layer's mask captures; None for a Mask, which has none.
+    """Return the tensors that a layer's mask captures; None for a plain Mask, which reads none.
 
     Raises:
         ValueError: a tensor has another head count than the layer.

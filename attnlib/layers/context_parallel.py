@@ -35,7 +35,7 @@ class ContextParallel(Protocol):
         ...
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the positions ``[tokens]`` of this rank's tokens in the whole sequence."""
+        """Return the positions of this rank's ``tokens`` tokens in the whole sequence, ``[tokens]``."""
         ...
 
     def attend(

@@ -193,9 +193,9 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
-    """Raise ValueError for positions that restart at 0 within a row whose mask would join the sequences.
+    """Raise ValueError for positions that restart at 0 within a row, if ``masks`` cannot separate sequences.
 
-    The values are read on a CPU, or with ATTNLIB_CHECK=1. A mask function may separate sequences itself.
+    Only mask functions can. The values are read on a CPU, or elsewhere with ATTNLIB_CHECK=1.
     """
     are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
     if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):

@@ -39,7 +39,7 @@ FORMS = ("auto", "expanded", "absorbed")
 
 
 def check_form(form: str, ranks: ContextParallel | None) -> None:
-    """Raise ValueError or TypeError for an unknown form, or one without context parallelism."""
+    """Raise ValueError or TypeError for an unknown form, or for "absorbed" with context parallelism."""
     check_context_parallel(ranks)
     if not isinstance(form, str) or form not in FORMS:
         raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
@@ -62,7 +62,7 @@ def cheaper_form(
         absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
 
     Over many keys, expanding is cheaper from about ``rank * (nope + value) / (2 * rank - nope - value)``
-    queries on, which is 171 with DeepSeek-V3's 512, 128 and 128. Pairs that a mask hides count in both forms.
+    queries on: 171 with DeepSeek-V3's sizes 512, 128 and 128. Pairs that a mask hides count in both forms.
     Over a cache, ``queries`` is the mean over a step's sequences and ``keys`` an upper bound. Expanding must
     save at least ``least`` multiplications.
     """
@@ -197,7 +197,7 @@ def source_of(
     k_rope: Tensor | None,
     weights: Sequence[Tensor],
 ) -> KeyValueSource:
-    """Return the latents and rotary keys as the source from which ranks ``expand`` keys and values."""
+    """Return what ranks send each other in context parallelism: latents and rotary keys, to ``expand``."""
 
     def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k, v = expand(latent, k_rope)
