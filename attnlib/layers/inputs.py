@@ -134,7 +134,7 @@ def check(
             "there is one"
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
-        raise ValueError("cu_seqlens_context: expected cu_seqlens= of the packed x with it")
+        raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, for the packed x")
     for name in ("key_starts", "key_ends"):
         is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
         if getattr(given, name) is not None and not is_dense:
@@ -271,7 +271,7 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
         )
     else:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
-        remedy = "step(n) is for n tokens of each live sequence, step({handle: n}) for packed tokens"
+        remedy = f"step({step[1]}) takes [b, s={step[1]}, m], step({{handle: n}}) packed [t, m]"
     raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
 
 
