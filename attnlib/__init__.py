@@ -1,8 +1,8 @@
-"""Attention layers over one shared attention core, trainable and decodable from the same weights.
+"""Attention layers over one shared attention core, for training and for decoding with the same weights.
 
-Start with ``masks/band.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then
-``kv.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows
-a tensor through.
+To read the code, start with ``masks/band.py`` (the keys that a query sees) and ``functional.py`` (attention
+as a function). Continue with ``kv.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of
+these). ``docs/tour.md`` follows a tensor through the library.
 """
 
 import torch
@@ -44,8 +44,8 @@ from .tracing.trace import FIRST_QUERY, TraceError
 
 __version__ = "0.1.0"
 
-# For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute
-# again.
+# Operators whose outputs selective activation checkpointing should save: their size is linear in the number
+# of tokens, while recomputing them takes quadratic time.
 SAVE_OPS = tuple(
     getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain")
 )

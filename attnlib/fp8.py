@@ -1,4 +1,4 @@
-"""fp8 inputs: e4m3 q, k and v with a scale for each sequence and head, and how they come from others."""
+"""fp8 inputs: q, k and v in e4m3 with a scale for each sequence and head, and their quantization."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -12,13 +12,16 @@ from .kv import DTYPES
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-OF_ZEROS = 2.0**-40  # the least scale: products of two, with a scale of scores, are normal fp32
+OF_ZEROS = (
+    2.0**-40
+)  # the smallest scale: a product of two, times the scale of scores, is still a normal fp32 number
 LOW = 0xFFFFFFFF
 
 
 class Descales(NamedTuple):
-    """What e4m3 inputs are multiplied by, fp32: ``q_descale`` ``[b, h]``, the others ``[b, g]``; None over a
-    cache.
+    """The fp32 scales that dequantize e4m3 inputs: ``q_descale`` ``[b, h]``, the others ``[b, g]``.
+
+    Over a cache only ``q_descale`` is set.
     """
 
     q_descale: Tensor | None = None
@@ -28,7 +31,7 @@ class Descales(NamedTuple):
 
 @leading_to("quantize_fp8(q, k, v) makes them")
 class Fp8Inputs(NamedTuple):
-    """What :func:`quantize_fp8` gives; by name, what attention takes."""
+    """The result of :func:`quantize_fp8`: the fp8 arguments of attention, by name."""
 
     q: Tensor
     k: Tensor
@@ -39,17 +42,16 @@ class Fp8Inputs(NamedTuple):
 
 
 def descales_of(q: Tensor | None, k: Tensor | None = None, v: Tensor | None = None) -> Descales | None:
-    """The descales of a call; None where it has none."""
+    """Return the descales of a call; None if it has none."""
     return None if q is k is v is None else Descales(q, k, v)
 
 
 def check_descales(
     descales: Descales | None, dtype: torch.dtype, sizes: dict[str, int], *, over_view: bool
 ) -> None:
-    """Raise TypeError or ValueError unless all descales are there that inputs of this dtype need, and no
-    other.
+    """Raise TypeError or ValueError unless a call has exactly the descales that inputs of ``dtype`` need.
 
-    ``sizes`` have the call's b, h and g.
+    ``sizes`` are the call's b, h and g.
     """
     needed = () if dtype != E4M3 else ("q_descale",) if over_view else Descales._fields
     for name, x in (descales or Descales())._asdict().items():
@@ -77,18 +79,19 @@ def quantize_fp8(
     cu_seqlens_k: Tensor | None = None,
     incoherent: bool = False,
 ) -> Fp8Inputs:
-    """q ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]`` in e4m3, each sequence and head with a
-    scale.
+    """Quantize q, k and v to e4m3, with a scale for each sequence and head.
 
-    The largest number of a head becomes 448, the largest of e4m3; what is not finite becomes NaN and moves no
-    scale. With offsets, q, k and v are packed. ``incoherent`` turns q and k by one orthogonal matrix, which
-    leaves every q·k as it is and spreads an outlier over all channels, so that it takes less of the others'
-    bits: random signs, the same in every call, then Hadamard's matrix of each power of two that ``d`` is a
-    sum of ("incoherent processing"; Shah et al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv
-    2307.13304).
+    q is ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]``; with offsets they are packed. The
+    largest magnitude of a head becomes 448, the maximum of e4m3. Infinities and NaN become NaN and do not
+    affect the scale.
+
+    ``incoherent`` multiplies q and k by one orthogonal matrix. It leaves every q·k unchanged and spreads
+    outliers over all channels, which reduces the quantization error of the others. The matrix is a fixed
+    pattern of random signs, followed by one Hadamard matrix for each power of two in the binary expansion of
+    ``d`` ("incoherent processing"; Shah et al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv 2307.13304).
 
     Raises:
-        ValueError, TypeError: shapes and dtypes that do not fit.
+        ValueError, TypeError: a shape or dtype does not fit.
 
     >>> q, k = torch.randn(2, 9, 8, 64), torch.randn(2, 9, 2, 64)
     >>> attention(**quantize_fp8(q, k, k, incoherent=True)._asdict(), mask=CAUSAL).dtype
@@ -99,7 +102,7 @@ def quantize_fp8(
         raise TypeError(f"incoherent: expected a bool, got {type(incoherent).__name__}")
     if incoherent:
         turn = rotation(q.shape[-1], q.device)
-        device = q.device.type  # autocast would round what is turned, and knows no meta
+        device = q.device.type  # autocast would round the products, and does not support meta
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             q, k = q.float() @ turn, k.float() @ turn
     (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)
@@ -108,8 +111,9 @@ def quantize_fp8(
 
 
 def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """A scale ``[b, h]`` as a factor of ``[b, t, h, d]``, or of packed ``[t, h, d]``: 1 behind the last
-    offset.
+    """Return a scale ``[b, h]`` as a factor for ``[b, t, h, d]``, or for packed ``[t, h, d]``.
+
+    Packed rows after the last offset have the factor 1.
     """
     if cu_seqlens is None:
         return scale[:, None, :, None]
@@ -117,13 +121,13 @@ def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """The number of each token's sequence, int64 ``[t]``; ``b`` behind the last offset."""
+    """Return the sequence index of each token, int64 ``[t]``; ``b`` after the last offset."""
     n = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:], n, right=True)
 
 
 def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A tensor in e4m3, and what that is to be multiplied by, ``[b, h]``."""
+    """Return a tensor in e4m3, and the scale ``[b, h]`` that dequantizes it."""
     x = x.float() if x.dtype == torch.float64 else x
     sizes = torch.linalg.vector_norm(x.nan_to_num(0, 0, 0), torch.inf, -1).float()  # [b, t, h]
     if cu_seqlens is None:
@@ -132,19 +136,19 @@ def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         owners = _owners(len(x), cu_seqlens)[:, None].expand(sizes.shape)
         largest = sizes.new_zeros(len(cu_seqlens), x.shape[1]).scatter_reduce(0, owners, sizes, "amax")[:-1]
     descale = (largest / LARGEST).clamp(min=OF_ZEROS)
-    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # some versions of torch make 448 of infinity
+    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # some versions of torch convert infinity to 448
     return (x / per_token(descale, x.shape[-3], cu_seqlens)).to(E4M3), descale
 
 
 def rotation(d: int, device: torch.device) -> Tensor:
-    """An orthogonal matrix ``[d, d]``; see :func:`quantize_fp8`."""
+    """Return the orthogonal matrix ``[d, d]`` of :func:`quantize_fp8`'s incoherent processing."""
     powers = [1 << n for n in reversed(range(d.bit_length())) if d >> n & 1]
     blocks = [_hadamard(n, device) * n**-0.5 for n in powers]
     return _signs(d, device)[:, None] * torch.block_diag(*blocks)
 
 
 def _hadamard(n: int, device: torch.device) -> Tensor:
-    """Sylvester's matrix of a power of two: ones and minus ones, whose rows are orthogonal."""
+    """Return the Hadamard matrix of size n, a power of two, by Sylvester's construction."""
     x = torch.ones(1, 1, device=device)
     while len(x) < n:
         x = torch.cat((torch.cat((x, x), 1), torch.cat((x, -x), 1)))
@@ -152,9 +156,7 @@ def _hadamard(n: int, device: torch.device) -> Tensor:
 
 
 def _signs(d: int, device: torch.device) -> Tensor:
-    """Ones and minus ones by a hash of the channel, made where they are needed: nothing waits, nothing is
-    stored.
-    """
+    """Return random signs from a hash of the channel index, computed on the device without a stored state."""
     x = torch.arange(1, d + 1, device=device)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = ((x ^ x >> 16) * factor) & LOW

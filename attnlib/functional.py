@@ -1,4 +1,4 @@
-"""Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
+"""Attention as functions, over dense tensors, packed sequences and KV caches; and :func:`explain`."""
 
 from collections.abc import Callable
 from copy import copy
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .call.call import Call, Dropout, Packing
+from .call.call import NO_ORIGIN, Call, Dropout, Packing
 from .dispatch.run import ExplainOnly, attend
 from .dispatch.select import Explanation
 from .dispatch.warnings import hinted
@@ -17,10 +17,11 @@ from .kv import KVView
 from .masks.band import AnyMask
 from .scores import Score, ScoreFunction
 
-PLAIN = ("attention", "varlen_attention", "cached_attention")
-EXPLAINED = MappingProxyType(  # the functions that explain() knows, by their modules
+NO_DROPOUT = Dropout()
+WITHOUT_LSE = ("attention", "varlen_attention", "cached_attention")
+EXPLAINED = MappingProxyType(  # the functions that explain() accepts, by module
     {
-        __name__: (*PLAIN, *(f"{name}_with_lse" for name in PLAIN)),
+        __name__: (*WITHOUT_LSE, *(f"{name}_with_lse" for name in WITHOUT_LSE)),
         f"{__package__}.parallel.functions": (
             *("context_attention", "gather_attention", "head_attention", "ring_attention"),
         ),
@@ -49,32 +50,43 @@ def attention(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``, giving ``[b, s,
-    h, e]``.
+    """Return softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``.
 
-    Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last
-    ``s`` of the ``t`` keys. The score of a visible pair is ``softcap * tanh(scale * q·k / softcap)`` (without
-    softcap ``scale * q·k``) minus ``slope * |i - j|``, and then what ``score``, of :func:`score_mod`, makes
-    of it. ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]``
-    are logits without a value, which nothing changes. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys
-    outside ``[start, end)`` and move nothing else. A query that sees no key gives 0, with zero gradients.
-    Dropout keeps what Philox bits of (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64
-    ``[1]`` is drawn when None. q, k and v in float8_e4m3fn, as of :func:`quantize_fp8`, come with factors
-    above 0 in fp32: ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and
-    have no backward.
+    The result is ``[b, s, h, e]``. Query head ``i`` reads KV head ``i // (h / g)``, without a copy of K and V
+    for each query head. The queries are aligned with the last ``s`` of the ``t`` keys.
+
+    The score of a visible pair is ``softcap * tanh(scale * q·k / softcap)``, or ``scale * q·k`` without a
+    softcap. ALiBi subtracts ``slope * |i - j|``. ``score``, a function made by :func:`score_mod`, comes last.
+    A query that sees no key gives 0, with zero gradients.
+
+    - ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``.
+    - ``sinks`` ``[h]`` are extra logits in the softmax. They have no value, and no option changes them.
+    - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the keys outside ``[start, end)``. The alignment of
+      queries and keys stays the same.
+    - Dropout is decided by Philox bits of (``dropout_seed``, sequence, head, i, j). ``dropout_seed`` is int64
+      ``[1]``, or None for a random one.
+    - q, k and v may be float8_e4m3fn, as :func:`quantize_fp8` makes them. They need positive fp32 scales:
+      ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. The result is bf16, and there is
+      no backward.
 
     Raises:
-        ValueError: shapes or values that do not fit; the message names the argument and the remedy.
-        TypeError: dtypes.
-        NotImplementedError: a named backend cannot run this.
+        ValueError: a shape or value does not fit; the message names the argument and the remedy.
+        TypeError: a dtype or type does not fit.
+        NotImplementedError: the named backend cannot run this call.
 
     >>> q, k = torch.randn(2, 9, 8, 64), torch.randn(2, 9, 2, 64)
     >>> attention(q, k, k, mask=CAUSAL).shape
     torch.Size([2, 9, 8, 64])
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        bounds=(key_starts, key_ends),
+    )
     return attend(hinted(call), backend)[0]
 
 
@@ -99,15 +111,20 @@ def attention_with_lse(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention` and its natural-log LSE ``[b, h, s]``, both differentiable.
+    """Return :func:`attention` and its LSE ``[b, h, s]``, both differentiable.
 
-    The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor
-    sink.
+    The LSE is the natural logarithm of the sum of ``exp(score)`` over the visible keys and the sink. It is
+    fp32 (fp64 for fp64 inputs), and -inf for a query that has neither a visible key nor a sink.
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(
-        q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        bounds=(key_starts, key_ends),
+        lse=True,
     )
     return attend(hinted(call), backend)
 
@@ -135,17 +152,22 @@ def varlen_attention(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """:func:`attention` within packed sequences: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` give ``[s,
-    h, e]``.
+    """Return :func:`attention` within packed sequences, ``[s, h, e]``.
 
-    Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the
-    last offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the
-    rest.
+    q is ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]``. Sequence ``n`` owns the rows from
+    ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``. The offsets are int32 ``[b + 1]`` and start at 0. Output
+    rows after the last offset are 0. ``max_seqlen_q`` and ``max_seqlen_k`` are optional upper bounds on the
+    sequence lengths; they need not be tight. The other arguments are those of :func:`attention`.
     """
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=False)
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )
     return attend(call, backend)[0]
 
 
@@ -172,11 +194,17 @@ def varlen_attention_with_lse(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
-    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
-    descales = descales_of(q_descale, k_descale, v_descale)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=True)
+    """Return :func:`varlen_attention` and its LSE ``[h, s]``, which is -inf after the last offset."""
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        Dropout(dropout_p, dropout_seed),
+        (q_descale, k_descale, v_descale),
+        keys=(k, v),
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        lse=True,
+    )
     return attend(call, backend)
 
 
@@ -194,21 +222,26 @@ def cached_attention(
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of q ``[b, s, h, d]``, or packed ``[t, h, d]``, over what a cache stores, giving ``[..., h,
-    e]``.
+    """Return attention of q ``[b, s, h, d]``, or packed ``[t, h, d]``, over the tokens of a KV cache.
 
-    The queries are the last ones of each sequence. For latent storage q is ``[latent | rope]``, and the value
-    is the latent. There is no backward. q may be float8_e4m3fn, with ``q_descale`` fp32 ``[b, h]``, a row for
-    each sequence, over a cache that stores float8_e4m3fn and computes in bf16.
+    The result is ``[..., h, e]``. ``kv`` is the view that a cache's ``append`` returns. The queries are the
+    last tokens of each sequence. Over a latent (MLA) cache q is ``[latent | rope]``, and the latent is also
+    the value. There is no backward. q may be float8_e4m3fn over a cache that stores float8_e4m3fn and
+    computes in bf16; then ``q_descale`` is fp32 ``[b, h]``, with one row for each sequence.
 
     Raises:
-        NotImplementedError: a gradient is asked for. ValueError: the mask reaches further left than a
-        windowed layout keeps, or shapes that do not fit; with
-            ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
+        NotImplementedError: a gradient is needed.
+        ValueError: a shape does not fit, or the mask reaches further left than the window that a layout
+            retains. With ``ATTNLIB_CHECK=1``, also lengths, pages or offsets that kernels would clamp.
     """
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale), backend)[
-        0
-    ]
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        descales=(q_descale,),
+        kv=_view(kv),
+    )
+    return attend(call, backend)[0]
 
 
 @kind
@@ -225,20 +258,28 @@ def cached_attention_with_lse(
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return attend(
-        _over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend
+    """Return :func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
+    call = _call(
+        q,
+        mask,
+        Score(scale, softcap, alibi_slopes, sinks, score),
+        descales=(q_descale,),
+        kv=_view(kv),
+        lse=True,
     )
+    return attend(call, backend)
 
 
 @kind
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this
-    module's six.
+    """Explain which backend ``call(*args, **kwargs)`` would run on, and why, without running attention.
 
-    Or it is one of ``attnlib.parallel``, whose first call is told, and no other rank is asked. Or it is a
-    layer: of its forward all but attention runs, and what its first attention call would run on is told. A
-    step's tokens are then written to its cache, where the layer writes the same ones once it runs.
+    ``call`` is one of these:
+
+    - an attention function of this package;
+    - a function of ``attnlib.parallel``: its first attention call is explained, without communication;
+    - a layer: its first attention call is explained. The rest of its forward runs, so that the tokens of a
+      cache step are written. Calling the layer afterwards writes the same tokens again.
 
     >>> q = torch.randn(1, 9, 8, 64)
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
@@ -248,24 +289,40 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       not on triton: needs a CUDA device, got cpu
     """
     if isinstance(call, nn.Module) and hasattr(call, "backend"):
-        layer, asked = copy(call), ExplainOnly(call.backend)
-        layer.backend = asked
+        layer = copy(call)
+        layer.backend = recorder = ExplainOnly(call.backend)
         layer(*args, **kwargs)
-        if asked.explanations:
-            return asked.explanations[0]
+        if recorder.explanations:
+            return recorder.explanations[0]
     if getattr(call, "__name__", None) not in EXPLAINED.get(getattr(call, "__module__", None), ()):
         names = ", ".join(EXPLAINED[__name__])
         raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
-    asked = ExplainOnly(kwargs.get("backend"))
-    call(*args, **kwargs | {"backend": asked})
-    return asked.explanations[0]
+    recorder = ExplainOnly(kwargs.get("backend"))
+    call(*args, **kwargs | {"backend": recorder})
+    return recorder.explanations[0]
 
 
-def _over(
-    q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False
+def _call(
+    q: Tensor,
+    mask: AnyMask,
+    score: Score,
+    dropout: Dropout = NO_DROPOUT,
+    descales: tuple[Tensor | None, ...] = (),
+    *,
+    keys: tuple[Tensor | None, Tensor | None] = (None, None),
+    kv: KVView | None = None,
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None),
+    packing: Packing | None = None,
+    lse: bool = False,
 ) -> Call:
+    """Build the call of a public function; ``keys`` are k and v, ``bounds`` are key_starts and key_ends."""
+    (k, v), (starts, ends), given = keys, bounds, descales_of(*descales)
+    return Call(q, mask, score, k, v, kv, starts, ends, packing, dropout, NO_ORIGIN, given, lse)
+
+
+def _view(kv: KVView) -> KVView:
     if not isinstance(kv, KVView):
         raise TypeError(
             f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}"
         )
-    return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
+    return kv

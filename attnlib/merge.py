@@ -1,4 +1,4 @@
-"""Two partial attentions as one: the algebra of split-KV decoding, shared prefixes and chunks."""
+"""Merge partial attention results, as split-KV decoding, shared prefixes and chunked attention do."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from .kv import DTYPES
 
 @kind
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two disjoint sets of keys from the attention over each.
+    """Return the attention over the union of two disjoint sets of keys, from the attention over each set.
 
-    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative,
-    with identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
+    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. The merge is
+    associative, has the identity ``(0, -inf)``, and is differentiable. It computes in fp32, or in fp64 for
+    fp64 inputs. An LSE of +inf gives NaN.
 
     Raises:
-        ValueError: the shapes or devices do not fit.
+        ValueError: the shapes or devices do not match.
         TypeError: the dtypes of the two outputs, or of the two LSEs, differ, or an LSE is not fp32 or fp64.
     """
     states = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
@@ -26,7 +27,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         first, dtypes = states[n % 2], (torch.float32, torch.float64) if n % 2 else DTYPES
         if x.dtype not in dtypes or x.dtype != first[1].dtype:
             raise TypeError(
-                f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}"
+                f"{name}: expected {' or '.join(map(str, dtypes))}, the same in both states, got {x.dtype}"
             )
         if x.device != out_a.device:
             raise ValueError(f"{name}: expected device {out_a.device} like out_a, got {x.device}")
@@ -46,5 +47,5 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def _beside_output(x: Tensor) -> Tensor:
-    """LSE-shaped ``[..., h, s]`` -> ``[..., s, h, 1]``."""
+    """Reshape LSE-shaped ``[..., h, s]`` to ``[..., s, h, 1]``, which broadcasts over an output."""
     return x.transpose(-1, -2)[..., None]

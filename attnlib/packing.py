@@ -1,4 +1,4 @@
-"""From what people have to what calls take."""
+"""Convert padding masks, position ids and nested tensors to attnlib's arguments."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,16 @@ from .internal.signatures import kind
 
 @kind
 def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a mask ``[b, t]`` that is not 0 where there
-    are tokens.
+    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a padding mask ``[b, t]`` (0 means padding).
 
-    They are the first token and what follows the last one, found on the mask's device; 0 and 0 where there
-    are none. Bounds cannot say that a token between them is hidden. Looking for one reads the mask from its
-    device, so nobody looks within torch.compile and while a CUDA graph is captured: there, whatever lies
-    between counts as a token.
+    The bounds are the index of the first token and the index after the last, or 0 and 0 for an empty row.
+    They are computed on the mask's device. Bounds cannot express padding between two tokens of a row, so a
+    mask with such holes is refused. Finding holes reads the mask on the host; under torch.compile and in a
+    CUDA graph this check is skipped, and everything between the bounds counts as a token.
 
     Raises:
-        TypeError: ``attention_mask`` is no tensor.
-        ValueError: it is not ``[b, t]``, or hides a token between others.
+        TypeError: ``attention_mask`` is not a tensor.
+        ValueError: ``attention_mask`` is not ``[b, t]``, or has padding between two tokens of a row.
 
     >>> bounds_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]))
     (tensor([1, 0, 0], dtype=torch.int32), tensor([3, 4, 0], dtype=torch.int32))
@@ -34,7 +33,7 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         holed = are_holed(there).nonzero().flatten().tolist()
         if holed:
             raise ValueError(
-                f"attention_mask: expected tokens side by side in each row, got holes in row {holed[0]}; say "
+                f"attention_mask: expected tokens side by side in each row, got holes in row {holed[0]}; use "
                 "mask=attnlib.masks.mask_tensor(attention_mask[:, None, None] != 0)"
             )
     return edges_of(there)
@@ -42,15 +41,15 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @kind
 def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
-    """``cu_seqlens`` int32 ``[n + 1]`` and the longest length of what rows of ``position_ids`` ``[b, s]``
-    hold.
+    """Return ``cu_seqlens`` int32 ``[n + 1]`` and the longest sequence length of ``position_ids`` ``[b, s]``.
 
-    A sequence begins where a row does, and where a position is not one more than that before. x ``[b, s, m]``
-    goes with them as ``x.flatten(0, 1)``; ``[s]`` is one row. The longest length is read from the device.
+    A new sequence begins at the start of each row, and at each position that is not one more than the one
+    before. ``[s]`` is one row. Flatten x ``[b, s, m]`` with ``x.flatten(0, 1)`` to match the offsets. The
+    longest length is read from the device, so the host waits for it.
 
     Raises:
-        TypeError: they are no integer tensor.
-        ValueError: they are not ``[b, s]`` or ``[s]``.
+        TypeError: ``position_ids`` is not an integer tensor.
+        ValueError: ``position_ids`` is not ``[b, s]`` or ``[s]``.
 
     >>> from_position_ids(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]))
     (tensor([ 0,  3,  5,  7, 10], dtype=torch.int32), 3)
@@ -70,12 +69,14 @@ def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
 
 @kind
 def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Rows ``[t, ...]`` of a jagged NestedTensor ``[b, j, ...]``, their ``cu_seqlens`` int32 ``[b + 1]``, and
-    the longest length, which is read from the device. Gradients flow back into it.
+    """Return the packed rows, the ``cu_seqlens`` and the longest length of a jagged NestedTensor.
+
+    ``x`` is ``[b, j, ...]``, the rows are ``[t, ...]`` and ``cu_seqlens`` is int32 ``[b + 1]``. The longest
+    length is read from the device. Gradients flow back into ``x``.
 
     Raises:
-        TypeError: ``x`` is no jagged NestedTensor.
-        ValueError: it is ragged in another dimension than the second, or has holes.
+        TypeError: ``x`` is not a jagged NestedTensor.
+        ValueError: ``x`` is ragged in another dimension than the second, or has holes.
 
     >>> x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     >>> rows, cu_seqlens, longest = from_jagged(x)
@@ -95,10 +96,10 @@ def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
 
 @kind
 def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """A jagged NestedTensor ``[b, j, ...]`` of packed rows ``[t, ...]``; gradients flow back into them.
+    """Return packed rows ``[t, ...]`` as a jagged NestedTensor ``[b, j, ...]``; it is differentiable.
 
     Raises:
-        TypeError: either is no strided tensor.
+        TypeError: an argument is not a strided tensor.
     """
     for name, given in (("x", x), ("cu_seqlens", cu_seqlens)):
         if not is_strided(given):

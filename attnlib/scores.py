@@ -1,4 +1,4 @@
-"""How a visible pair's score comes from q·k: by options, and by a function of indices."""
+"""Attention scores: the options that modify q·k, and score functions made by :func:`score_mod`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ FP32 = torch.finfo(torch.float32)
 @leading_to("make one by score_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreFunction:
-    """What a function of indices makes of scores; :func:`score_mod` makes it.
+    """A function that modifies attention scores by their indices; :func:`score_mod` makes one.
 
-    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows, and
-    ``names`` what it calls them. The function itself is not kept, so that scores can be copied and pickled.
-    ``dims`` are the letters of each tensor's dimensions, if its maker documents them; "1" for one that has a
-    single index, "T" for ``t`` or more.
+    ``program`` is the traced function, ``tensors`` are the tensors that it reads, and ``names`` their
+    parameter names. Gradients flow into the floating-point tensors. The Python function is not kept, so that
+    a ScoreFunction can be copied and pickled. ``dims`` has the letters of each tensor's dimensions if they
+    are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
     """
 
     program: Program
@@ -35,23 +35,22 @@ class ScoreFunction:
     dims: tuple[str, ...] = ()
 
     def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
-        """The same function of other tensors, of the same dtypes and ranks."""
+        """Return the same function bound to other tensors of the same dtypes and dimension counts."""
         return replace(self, tensors=tuple(tensors))
 
     def of_part(self) -> "ScoreFunction":
-        """Return the same function for a part of a call, whose sizes need not be those of its tensors."""
+        """Return the same function for a part of a call, without validation of tensor sizes."""
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
-        """Compare its tensors with the sizes of a call; see ``checks.check_dims``."""
+        """Validate the tensors against the sizes of a call; see ``checks.check_dims``."""
         check_dims("score: expected a bias", self.tensors, self.dims, sizes, least)
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that
-        broadcast.
+        """Return the new scores for tensors of indices that broadcast: sequence, head, query and key.
 
-        It has the shape of the scores even if the function does not read them. ``first`` is the storage index
-        of the first query of each sequence.
+        The result has the shape of ``score`` even if the function does not read it. ``first`` is the storage
+        index of each sequence's first query.
         """
         inputs = dict(zip(SCORED, (score, b, h, i, j, first), strict=True))
         changed = evaluated(self.program, inputs, self.tensors, score.dtype)
@@ -60,18 +59,17 @@ class ScoreFunction:
 
 @kind
 def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunction:
-    """Scores by a function of indices: ``function(score, b, h, i, j, *arguments)`` gives the new one.
+    """Make a score function: ``function(score, b, h, i, j, *arguments)`` returns the new score.
 
-    It runs after scale, softcap and ALiBi and before the mask, in fp32, or in fp64 if q is. A gradient flows
-    through it, into float tensors among the arguments too. For the rest see :func:`attnlib.mask_mod`.
+    The function is applied after scale, softcap and ALiBi and before the mask. It computes in fp32, or in
+    fp64 for fp64 inputs. Gradients flow through it, also into floating-point tensors among the arguments. See
+    :func:`attnlib.mask_mod` for what a function may do.
 
     Raises:
-        TraceError: what the function does cannot run in a kernel; the message names the line.
+        TraceError: the function cannot run in a kernel; the message names the line.
 
     >>> bias = torch.zeros(8, 257)
-    >>> near = score_mod(
-    ...     lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(-128, 128) + 128], bias
-    ... )
+    >>> near = score_mod(lambda s, b, h, i, j, bias: s + bias[h, (i - j).clamp(-128, 128) + 128], bias)
     """
     program = traced("score", function, arguments)
     of_tensors = tuple(isinstance(x, Tensor) for x in arguments)
@@ -81,7 +79,7 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
 
 @constant
 def _names_of(function: Callable, of_tensors: tuple[bool, ...]) -> tuple[str, ...]:
-    """The names that a function has for its tensors; numbered where it takes ``*tensors``."""
+    """Return a function's parameter names for its tensors; numbered names if it takes ``*tensors``."""
     names = list(signature(function).parameters)[len(SCORED) - 1 :]
     known = tuple(name for name, is_tensor in zip(names, of_tensors, strict=False) if is_tensor)
     count = sum(of_tensors)
@@ -89,7 +87,7 @@ def _names_of(function: Callable, of_tensors: tuple[bool, ...]) -> tuple[str, ..
 
 
 class Score(NamedTuple):
-    """The options that make a visible pair's score from q·k, as in :func:`attnlib.attention`."""
+    """The options that modify q·k; see :func:`attnlib.attention`."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -99,33 +97,33 @@ class Score(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of what there is beside the scale."""
+        """The names of the options that are set, without the scale."""
         if self.softcap is self.alibi_slopes is self.sinks is self.function is None:
             return ()
         return tuple(name for name, x in self._asdict().items() if x is not None and name != "scale")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its own tensors, by name, that are there."""
+        """The tensor options that are set, by name."""
         named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         return {name: x for name, x in named.items() if x is not None}
 
     @property
     def dims(self) -> dict[str, str]:
-        """The dimensions of its tensors: slopes may be of each sequence."""
+        """The dimension letters of the tensor options; slopes may have one row for each sequence."""
         per_sequence = is_strided(self.alibi_slopes) and self.alibi_slopes.dim() == 2
         return {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h"}
 
     @property
     def is_alike(self) -> bool:
-        """Whether a score depends on q·k alone, and not on which query, key or sequence it is of."""
+        """True if a score depends only on q·k, and not on the indices of its query, key or sequence."""
         return self.alibi_slopes is self.function is None
 
     def filled(self, head_dim: int) -> "Score":
-        """With a scale, where none is given: of heads of so many channels.
+        """Return the validated options, with a default scale for heads of dimension ``head_dim``.
 
         Raises:
-            ValueError, TypeError: naming the option, what was expected and what came.
+            ValueError, TypeError: an option is invalid; the message names it.
         """
         scale = max(head_dim, 1) ** -0.5 if self.scale is None else _positive("scale", self.scale)
         softcap = None if self.softcap is None else _positive("softcap", self.softcap)
@@ -140,11 +138,11 @@ def _positive(name: str, value: float) -> float:
             f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for "
             "it"
         )
-    # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
-    # torch.compile cannot trace on a float that varies.)
+    # In fp32 a larger number would be inf and a smaller one 0, and their product NaN. (torch.compile cannot
+    # trace isfinite() on a symbolic float.)
     if not FP32.tiny <= value <= FP32.max:
         raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
-    return 1.0 * value  # an int may be too large for torch
+    return 1.0 * value  # as a float: an int may be too large for torch
 
 
 # ---- ready-made
@@ -152,12 +150,12 @@ def _positive(name: str, value: float) -> float:
 
 @kind
 def bias_tensor(bias: Tensor) -> ScoreFunction:
-    """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's
-    queries.
+    """Return a score function that adds ``bias`` ``[b, h, s, t]``, in which any dimension may be 1.
 
-    Calls raise ValueError for a bias of other sizes than theirs. Packed calls take a larger one, and compare
-    it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls over a cache take any ``t`` of
-    ``s`` or more. Lengths that are known on the device alone are compared with ``ATTNLIB_CHECK=1`` only.
+    Row ``n`` of the bias belongs to query ``n`` of the call. A call with other sizes raises ValueError.
+    Packed calls accept a larger bias, and compare it with ``max_seqlen_q`` and ``max_seqlen_k`` if given.
+    Calls over a cache accept any ``t`` of at least ``s``. Lengths that are only on the GPU are validated with
+    ``ATTNLIB_CHECK=1``.
     """
     batch, heads, rows, columns = which = [varies(size) for size in _sizes("bias", bias, 4)]
 
@@ -171,10 +169,9 @@ def bias_tensor(bias: Tensor) -> ScoreFunction:
 
 @kind
 def distance_bias(bias: Tensor) -> ScoreFunction:
-    """Add ``bias[h, i - j]``, ``[h, n]``, to the scores; keys ``n`` or more before the query have that of ``n
-    - 1``.
+    """Return a score function that adds ``bias[h, i - j]`` of a bias ``[h, n]``.
 
-    Calls raise ValueError for a bias of other heads than theirs.
+    Distances of ``n`` or more use ``bias[h, n - 1]``. A call with another head count raises ValueError.
     """
     last = _sizes("bias", bias, 2)[1] - 1
     near = score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(0, last)], bias)
@@ -185,16 +182,15 @@ def distance_bias(bias: Tensor) -> ScoreFunction:
 def t5_bias(
     bias: Tensor, *, max_distance: int = 128, bidirectional: bool = False, heads_last: bool = False
 ) -> ScoreFunction:
-    """Add T5's relative bias ``[h, buckets]`` to the scores (Raffel et al., 2019, 1910.10683).
+    """Return a score function for T5's relative bias ``[h, buckets]`` (Raffel et al., 2019, 1910.10683).
 
-    Half of the buckets are of one distance each, the others of distances that grow up to ``max_distance``;
-    ``bidirectional``, half of all are of keys behind the query. With ``heads_last`` the bias is ``[buckets,
-    h]``, as T5's checkpoints keep it (``relative_attention_bias.weight``). Calls raise ValueError for a bias
-    of other heads than theirs; where there are as many heads as buckets, no shape tells one order from the
-    other.
+    Half of the buckets hold one distance each, and the others ranges that grow up to ``max_distance``. With
+    ``bidirectional``, half of all buckets are for keys after the query. With ``heads_last`` the bias is
+    ``[buckets, h]``, as in T5's checkpoints (``relative_attention_bias.weight``). A call with another head
+    count raises ValueError; if there are as many heads as buckets, a wrong order goes unnoticed.
 
     Raises:
-        ValueError: there are fewer than 2 buckets a side, or not as many on both.
+        ValueError: there are fewer than 2 buckets per direction, or an odd number for two directions.
     """
     count = _sizes("bias", bias, 2)[0 if heads_last else 1]
     sides = 2 if bidirectional else 1

@@ -366,7 +366,7 @@ def test_what_is_seen_of_a_callable_stays():
         "(self, ", "("
     )
     assert [*inspect.signature(LAYER.forward).parameters][:3] == ["x", "context", "kv"]
-    assert LAYER.forward.__doc__.startswith("``x`` ``[b, s, m]``")
+    assert LAYER.forward.__doc__.startswith("Attend with ``x`` ``[b, s, m]``")
     assert KVCache.paged.__qualname__ == "KVCache.paged"
     for x in (attention, rotate, sliding, sliding(4), Rope(8), YaRN(2.0, 64), LAYER.kv_layout):
         again = pickle.loads(pickle.dumps(x))

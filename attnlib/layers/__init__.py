@@ -1,4 +1,4 @@
-"""Attention layers: they project, normalise and rotate, and leave attending to the functional core."""
+"""Attention layers: they project, normalize and rotate, and call the functional core for attention."""
 
 from .gqa import GroupedQueryAttention as GroupedQueryAttention
 from .gqa import MultiHeadAttention as MultiHeadAttention

@@ -1,6 +1,4 @@
-"""Attention as a layer asks for it: over tokens that are here, over those that ranks share, and over a
-cache.
-"""
+"""Attention calls of a layer: over its own tokens, over sequences sharded across ranks, and over a cache."""
 
 from typing import NamedTuple
 
@@ -15,16 +13,16 @@ from ..scores import Score, ScoreFunction
 from ..tracing.program import Program, Value, constant
 from .captured import own_functions
 from .context_parallel import ContextParallel, KeyValueSource
-from .dealt_heads import with_heads_of
 from .inputs import Inputs
+from .sharded_cache import with_heads
 from .tensor_parallel import Share
 
 
-class Attending(NamedTuple):
-    """What all attention of a layer takes in one call of the layer.
+class AttentionCall(NamedTuple):
+    """Arguments common to all attention in one call of a layer.
 
-    ``head`` is the number of this rank's first one where somebody counts them, else 0: the fastest kernels
-    take calls that begin at 0 alone.
+    ``head`` is the index of this rank's first query head if the mask, the score or dropout depends on head
+    indices. Otherwise it is 0, since the fastest kernels only take calls that begin at head 0.
     """
 
     mask: AnyMask
@@ -33,7 +31,7 @@ class Attending(NamedTuple):
     dropout_p: float
     backend: str | ExplainOnly | None
     context_parallel: ContextParallel | None
-    share: Share | None
+    share: Share
     total_heads: int
     kv_heads: int
 
@@ -45,8 +43,9 @@ class Attending(NamedTuple):
         given: Inputs,
         source: KeyValueSource | None = None,
     ) -> Tensor:
-        """Attention to k and v of tokens that are ``given``, with all that ranks share; they may have a
-        ``source``.
+        """Attend over ``k`` and ``v``; with context parallelism, over the tokens of all ranks.
+
+        ``given`` has the bounds and offsets. A ``source`` is sent between the ranks in place of k and v.
         """
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)
         call = self._placed(Call(q, self.mask, self.score, k, v, None, *bounds, packing, dropout))
@@ -55,14 +54,12 @@ class Attending(NamedTuple):
         return self.context_parallel.attend(call, self.backend, source)
 
     def over_view(self, q: Tensor, view: KVView) -> Tensor:
-        """Attention to what a cache stores."""
-        if view.is_partial:
-            sizes = {"heads": q.shape[-2], "total": self.total_heads, "kv_heads": self.kv_heads}
-            view = with_heads_of(view, self.share, **sizes)
+        """Attend over the tokens in a cache."""
+        view = with_heads(view, self.share, q.shape[-2], total=self.total_heads, kv_heads=self.kv_heads)
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]
 
     def check(self, q: Tensor, view: KVView) -> None:
-        """Compare what functions of indices read with a step of this layer, whose heads are all here."""
+        """Validate the tensors that mask and score functions read, against a cache step with all heads."""
         if self.head == 0:
             sizes = {"b": view.lengths.shape[0], "s": q.shape[-3], "h": q.shape[-2]}
             Call(q, self.mask, self.score, kv=view).check_functions(sizes)
@@ -71,43 +68,43 @@ class Attending(NamedTuple):
         return call if self.head == 0 else call._replace(origin=Origin(head=self.head))
 
 
-def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share | None) -> Attending:
-    """How a layer attends with ``heads`` of its heads here: ``score`` has all of its options but the
-    function.
+def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> AttentionCall:
+    """Return the attention arguments of a layer that has ``heads`` query heads on this rank.
+
+    ``score`` has every score option of the layer except its function.
 
     Raises:
-        ValueError: a function asks for the number of a head, which nobody knows of those that are here.
+        ValueError: a function reads head indices, and this rank's heads were not sharded by torch.
     """
     mask, function = own_functions(layer, given.mask, share)
     dropout_p = layer.dropout_p if layer.training and not given.is_stored else 0.0
     head = 0
     if heads != layer.num_heads:
-        by_mask, by_score = _counts_heads(mask), _counts_heads(function)
-        if share is not None and (by_mask or by_score or dropout_p):
+        by_mask, by_score = _reads_head(mask), _reads_head(function)
+        if share.shares and (by_mask or by_score or dropout_p):
             head = share.first
         elif by_mask or by_score:
             raise ValueError(
-                f"q_proj: expected all {layer.num_heads} heads, whose numbers the mask or the score asks "
-                f"for, or to be sharded by parallelize_module, got {heads} heads"
+                f"q_proj: expected all {layer.num_heads} heads, or heads sharded by parallelize_module, as "
+                f"the mask or the score reads head indices, got {heads} heads"
             )
         if by_mask:
             mask.check({"h": layer.num_heads})
-            mask = mask.reading(mask.tensors).of_part()  # what block_mask() knows is of all heads
+            mask = mask.reading(mask.tensors).of_part()  # its block_mask() covers all heads
         if by_score:
-            function = (
-                function.of_part()
-            )  # whose tensors are of all heads, which the constructor has looked at
+            function = function.of_part()  # its tensors cover all heads, as the constructor has checked
+    score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
-    sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # latents are one KV head
-    return Attending(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)
+    sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent
+    return AttentionCall(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)
 
 
-def _counts_heads(function: AnyMask | ScoreFunction | None) -> bool:
-    """Whether a function asks for the number of a head."""
-    return isinstance(function, MaskFunction | ScoreFunction) and _reads_head(function.program.text)
+def _reads_head(function: AnyMask | ScoreFunction | None) -> bool:
+    """True if a mask or score is a function that reads the head index."""
+    return isinstance(function, MaskFunction | ScoreFunction) and _program_reads_head(function.program.text)
 
 
 @constant
-def _reads_head(text: str) -> bool:
+def _program_reads_head(text: str) -> bool:
     program = Program(text)
     return "h" in program.read or program.parsed.result == Value("h")

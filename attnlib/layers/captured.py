@@ -1,6 +1,4 @@
-"""What the functions of indices of a layer read, as the layer's own: it moves and is saved with it, and may
-train.
-"""
+"""Tensors that mask and score functions read, held as parameters or buffers of the layer."""
 
 import torch
 from torch import nn
@@ -8,34 +6,32 @@ from torch import nn
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
 from ..scores import ScoreFunction
-from .tensor_parallel import Share, whole
+from .tensor_parallel import ALL_HEADS, Share
 
 
 class CapturedTensors(nn.Module):
-    """The tensors of a function: parameters where they are such, buffers else. A call gives the function of
-    them.
+    """The tensors that a mask or score function captures, registered as parameters or buffers.
+
+    Calling the module returns the function bound to its current tensors.
     """
 
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
         super().__init__()
         self._names, self._are_given = names, True
-        self._function = function.reading(
-            [x.new_empty(0) for x in function.tensors]
-        )  # which keeps none alive
+        # Empty tensors, so that the function does not keep the captured ones alive.
+        self._function = function.reading([x.new_empty(0) for x in function.tensors])
         for name, x in zip(names, function.tensors, strict=True):
             if isinstance(x, nn.Parameter):
                 self.register_parameter(name, x)
             else:
                 self.register_buffer(name, x, persistent=False)
 
-    def forward(self, share: Share | None = None) -> MaskFunction | ScoreFunction:
-        """The function of what the tensors are now, whole, since indices are of all heads whatever a rank's
-        share.
-        """
-        return self._function.reading([whole(getattr(self, name), share) for name in self._names])
+    def forward(self, share: Share = ALL_HEADS) -> MaskFunction | ScoreFunction:
+        """Return the function bound to the whole tensors: head indices count all heads on every rank."""
+        return self._function.reading([share.gathered(getattr(self, name)) for name in self._names])
 
     def _apply(self, fn, recurse=True):
-        """``to_empty`` leaves values that were given, for nobody could make them again."""
+        """Apply ``fn``, but keep the values after ``to_empty``, since they cannot be recomputed."""
         given = [getattr(self, name).detach() for name in self._names]
         super()._apply(fn, recurse)
         with torch.no_grad():
@@ -46,10 +42,10 @@ class CapturedTensors(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Nothing: they were given, and nobody here knows to what they could be reset.
+        """Keep the captured tensors, which have no initial values to reset to.
 
         Raises:
-            RuntimeError: they were given on the meta device, which has no values.
+            RuntimeError: they were created on the meta device and have no values.
         """
         if not self._are_given:
             raise RuntimeError(
@@ -60,10 +56,10 @@ class CapturedTensors(nn.Module):
 
 
 def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
-    """The tensors of a layer's mask; None for a band.
+    """Return the tensors that a layer's mask captures; None for a plain Mask, which reads none.
 
     Raises:
-        ValueError: a tensor of it is of other heads than the layer.
+        ValueError: a tensor has another head count than the layer.
     """
     if isinstance(mask, Mask):
         return None
@@ -72,12 +68,11 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
 
 
 def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTensors | None:
-    """The tensors of a layer's scores, by the names of the function's parameters; None where it has no
-    function.
+    """Return the tensors that a layer's score function captures, by parameter name; None without a function.
 
     Raises:
-        TypeError: it is not what score_mod() makes.
-        ValueError: a tensor of it is of other heads than the layer.
+        TypeError: ``score`` was not made by score_mod().
+        ValueError: a tensor has another head count than the layer.
     """
     if score is None:
         return None
@@ -88,13 +83,12 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
 
 
 def own_functions(
-    layer: nn.Module, mask: AnyMask | None, share: Share | None
+    layer: nn.Module, mask: AnyMask | None, share: Share
 ) -> tuple[AnyMask, ScoreFunction | None]:
-    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads, if not
-    all.
+    """Return the intersection of a layer's mask and a call's, and the layer's score function.
 
     Raises:
-        TypeError: the call's mask is none.
+        TypeError: the call's mask is not a mask.
     """
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:

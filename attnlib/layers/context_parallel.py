@@ -1,6 +1,4 @@
-"""What a layer asks of ranks that share its tokens. :mod:`attnlib.parallel` has them, and layers may not
-import it.
-"""
+"""The interface that layers use for context parallelism; :mod:`attnlib.parallel` implements it."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -11,15 +9,15 @@ from torch import Tensor
 from ..call.call import Call
 from ..dispatch.run import ExplainOnly
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing it is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class KeyValueSource(NamedTuple):
-    """What keys and values are made of, where that is less to send than they are.
+    """Tensors that ranks send each other in place of K and V, which are larger and computed from them.
 
-    ``tensors`` are of this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``.
-    ``expand`` makes k and v of those of any tokens, with these ``weights``.
+    ``tensors`` hold this rank's tokens, ``[b, local tokens, ...]`` or packed ``[local tokens, ...]``.
+    ``expand`` computes k and v from such tensors of any tokens; ``weights`` are the parameters it uses.
     """
 
     tensors: tuple[Tensor, ...]
@@ -29,28 +27,26 @@ class KeyValueSource(NamedTuple):
 
 @runtime_checkable
 class ContextParallel(Protocol):
-    """The ranks that share every sequence of a layer: :class:`attnlib.parallel.ContextParallel`, as a layer
-    sees it.
-    """
+    """The ranks that shard every sequence of a layer; see :class:`attnlib.parallel.ContextParallel`."""
 
     @property
     def mesh(self) -> "DeviceMesh":
-        """The ranks, in one dimension."""
+        """The one-dimensional mesh of the ranks."""
         ...
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this rank's tokens are in the whole sequence, ``[tokens here]``, if it has so many."""
+        """Return the positions of this rank's ``tokens`` tokens in the whole sequence, ``[tokens]``."""
         ...
 
     def attend(
         self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
     ) -> Tensor:
-        """The output of this rank's queries over all that the mask shows them of the whole."""
+        """Return attention of this rank's queries over the visible keys of all ranks."""
         ...
 
 
 def check_context_parallel(ranks: ContextParallel | None) -> None:
-    """Raise TypeError for what is none."""
+    """Raise TypeError unless ``ranks`` is None or a ContextParallel."""
     if not (ranks is None or isinstance(ranks, ContextParallel)):
         got = type(ranks).__name__
         raise TypeError(f"context_parallel: expected an attnlib.parallel.ContextParallel or None, got {got}")

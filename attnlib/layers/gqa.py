@@ -1,6 +1,7 @@
-"""Grouped-query attention as a layer; multi-head and multi-query attention are its corner cases."""
+"""The grouped-query attention layer, with multi-head and multi-query attention as special cases."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +14,15 @@ from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
-from .attending import Attending, attending
+from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
-from .parameters import biased, check_counts, described, head_dims, published_slopes, reset_children
-from .positions import angles_of, positions_of, scaled_head
-from .tensor_parallel import Share, normed, plan_of, share_of
+from .parameters import biased, check_counts, described, head_dims, not_none, published_slopes, reset_children
+from .positions import angles_of, positions_of, scale_and_gain, scaled_head
+from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
 
-if TYPE_CHECKING:  # importing these takes longer than importing this package
+if TYPE_CHECKING:  # importing these is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -30,20 +31,24 @@ if TYPE_CHECKING:  # importing these takes longer than importing this package
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many), whose values have ``v_head_dim``
-    channels (None: ``head_dim``). ``mask`` is required: causality is never inferred. Parameters are named as
-    in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and k_norm (per head, before rope
-    as in Qwen 3, or with ``norm_after_rope`` as in HunYuan), with ``sinks`` sinks (as in gpt-oss). Another
-    norm may take the place of q_norm or k_norm: a module from ``[..., h, d]`` to the same. ``bias`` is for q,
-    k and v, ``output_bias`` for o (None: as ``bias``); or ``bias`` names the projections that have one, as
-    ``("q_proj", "v_proj")``. ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409). A
-    ``temperature`` scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in
-    training only. With ``context_parallel`` x is this rank's tokens of sequences that ranks share, and so is
-    the output.
+    ``num_heads`` query heads read ``num_kv_heads`` KV heads; None means one KV head for each query head.
+    Values have ``v_head_dim`` channels (None: ``head_dim``). ``mask`` is required, since no mask is assumed.
+    Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks.
+
+    - ``qk_norm`` normalizes each head of q and k before rope (as in Qwen 3), or after it with
+      ``norm_after_rope`` (as in HunYuan). Any module that keeps the shape ``[..., h, d]`` may replace q_norm
+      or k_norm.
+    - ``bias`` is for q, k and v, and ``output_bias`` for o (None: as ``bias``). ``bias`` may also name the
+      projections that have one, as in ``("q_proj", "v_proj")``.
+    - ``sinks`` adds a learned logit per head (as in gpt-oss), ``alibi`` the slopes of Press et al. (2021,
+      arXiv 2108.12409).
+    - ``temperature`` scales queries by their positions, after rope.
+    - ``dropout_p`` drops attention probabilities, in training only.
+    - ``context_parallel`` shards sequences over ranks: x and the output hold this rank's tokens.
 
     Raises:
-        ValueError: sizes that do not divide, a number out of range, or a rope wider than the head.
-        TypeError: an argument of another type, such as a mask that is not a Mask.
+        ValueError: the sizes do not divide, a number is out of range, or the rope is wider than the head.
+        TypeError: an argument has the wrong type, such as a mask that is not a Mask.
 
     >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
     >>> layer(torch.randn(2, 9, 512)).shape
@@ -57,6 +62,8 @@ class GroupedQueryAttention(nn.Module):
     v_head_dim: int
     mask: AnyMask
     rope: Rope | None
+    scale: float
+    q_gain: float  # factor of q's rotated channels
     softcap: float | None
     temperature: Temperature | None
     norm_after_rope: bool
@@ -65,6 +72,9 @@ class GroupedQueryAttention(nn.Module):
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -95,55 +105,29 @@ class GroupedQueryAttention(nn.Module):
     ):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-        check_counts(sizes if num_kv_heads is None else sizes | {"num_kv_heads": num_kv_heads})
+        check_counts(sizes | not_none(num_kv_heads=num_kv_heads))
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
         head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         has_bias = biased(bias, output_bias)
-        optional = {"scale": scale, "softcap": softcap}
-        check_options(
-            mask=mask,
-            rope=rope,
-            temperature=temperature,
-            dropout_p=dropout_p,
-            dtype=dtype,
-            numbers={"norm_eps": norm_eps} | {name: x for name, x in optional.items() if x is not None},
-            flags={"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi},
-        )
+        numbers = {"norm_eps": norm_eps} | not_none(scale=scale, softcap=softcap)
+        flags = {"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi}
+        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
         check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = (
-            head_dim,
-            v_head_dim,
-            mask,
-            rope,
-            softcap,
-        )
-        self.temperature, self.norm_after_rope = temperature, norm_after_rope
-        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
+        self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
+        self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
+        self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
-        # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
-        gain = 1.0 if rope is None else rope.amplitude**2
-        rotates_all = rope is not None and rope.dim == head_dim
-        self.scale: float = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
-        self.q_gain: float = 1.0 if rotates_all else gain
-        factory = {"device": device, "dtype": dtype}
-        self.q_proj: nn.Linear = nn.Linear(
-            hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory
-        )
-        self.k_proj: nn.Linear = nn.Linear(
-            hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory
-        )
-        self.v_proj: nn.Linear = nn.Linear(
-            hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory
-        )
-        self.o_proj: nn.Linear = nn.Linear(
-            num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory
-        )
-        self.q_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.k_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.sinks: nn.Parameter | None = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
-        self.alibi_slopes: Tensor | None
+        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        self.q_proj = linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias)
+        self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
+        self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
+        self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias)
+        norm = partial(nn.RMSNorm, head_dim, eps=norm_eps, device=device, dtype=dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         self._reset_own()
@@ -157,25 +141,21 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache, on this rank; within ``torch.autocast`` in its
-        dtype.
-        """
+        """The cache layout of this layer on this rank; within ``torch.autocast`` it has autocast's dtype."""
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
-        # Rows, not num_kv_heads: the layer may have been sharded by hand.
-        heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
+        heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
         kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
         return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
-        """:attr:`kv_layout` in another dtype, such as that in which torch.autocast will compute."""
+        """Return :attr:`kv_layout` with another dtype, such as the one that torch.autocast will use."""
         return replace(self.kv_layout, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer in place; works after ``to_empty``.
+        """Initialize every parameter and buffer in place; works after ``to_empty``.
 
         Raises:
-            TypeError: a module that was put in has parameters and no ``reset_parameters``; then nothing is
-            reset.
+            TypeError: a replaced submodule has parameters but no ``reset_parameters``. Nothing is reset then.
         """
         reset_children(self)
         self._reset_own()
@@ -188,10 +168,10 @@ class GroupedQueryAttention(nn.Module):
                 self.alibi_slopes.copy_(torch.tensor(published_slopes(self.num_heads)))
 
     def _apply(self, fn, recurse=True):
-        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power
-        of two.
+        """Apply ``fn``, but keep the ALiBi slopes in fp32, and fill them again after ``to_empty``.
 
-        ``to_empty`` leaves them too, for no state dict has them to load.
+        bf16 would round the slopes unless the head count is a power of two. No state dict contains them, so
+        they could not be loaded after ``to_empty``.
         """
         slopes = self.alibi_slopes
         super()._apply(fn, recurse)
@@ -213,19 +193,24 @@ class GroupedQueryAttention(nn.Module):
         key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
-        """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same
-        shape.
+        """Attend with ``x`` ``[b, s, m]`` or packed ``[t, m]``, and return a tensor of the same shape.
 
-        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, packed ``[t,
-        m]`` with ``cu_seqlens_context``, or the KVView of a stored context. ``key_starts`` and ``key_ends``
-        int32 ``[b]`` hide the padding of a dense x, or of its context. ``positions`` (``[b, s]``, ``[t]`` or
-        computed Angles) affect rope only; None means ``kv.positions`` in a cached step, restarting at 0 with
-        ``cu_seqlens``, else ``arange(s)``. ``mask`` hides more than the layer's does. With
-        ``context_parallel`` x and ``positions`` are of this rank's tokens, and all else is of the whole
-        sequences, on every rank alike.
+        Packed x needs ``cu_seqlens`` or a packed cache step.
+
+        - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
+          ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
+        - ``kv`` is this layer's entry of a cache step, to which the tokens of x are appended.
+        - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the padding of a dense x, or of its context.
+        - ``positions`` are ``[b, s]``, ``[t]`` or precomputed Angles, and affect rope only. None means
+          ``kv.positions`` in a cache step, positions from 0 in each sequence with ``cu_seqlens``, and
+          ``arange(s)`` otherwise.
+        - ``mask`` hides more pairs, in addition to the layer's own mask.
+
+        With ``context_parallel``, x and ``positions`` hold this rank's tokens. All other arguments describe
+        the whole sequences and are the same on every rank.
 
         Raises:
-            ValueError: inputs that contradict each other.
+            ValueError: inputs contradict each other.
         """
         ranks = self.context_parallel
         given = Inputs(
@@ -235,13 +220,13 @@ class GroupedQueryAttention(nn.Module):
         angles = angles_of(self.rope, x, given)
         q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = self._share(q)
-        attention = self._attending(q, given, share)
+        score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
+        attention = attention_call(self, score, given, q.shape[-2], share)
         if isinstance(context, KVView):
             out = attention.over_view(q, context)
         elif kv is not None:
-            own, left = (
-                (angles, None) if self.norm_after_rope else (None, angles)
-            )  # what is left to the cache
+            # The cache rotates the keys that it writes, unless a norm comes after the rotation.
+            own, left = (angles, None) if self.norm_after_rope else (None, angles)
             out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
         else:
             k, v = self.key_value(x if context is None else context, angles, share)
@@ -252,77 +237,57 @@ class GroupedQueryAttention(nn.Module):
         return described(self, "num_heads", "num_kv_heads", "head_dim")
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """Project and store ``context`` in a step of its own cache, for ``forward(context=view)`` later."""
+        """Project ``context`` and store it in a step of its own cache, for ``forward(context=view)``."""
         check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
-        share = share_of(self.q_proj, self.num_heads)
-        if share is not None:  # its weight is sharded, but its output may be gathered, which one token shows
-            share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
-        kv.append(*self.key_value(context, None, share))
+        kv.append(*self.key_value(context, None, share_of_context(self, context)))
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
-        """Which projections are to be shared out over a one-dimensional mesh, and how.
+        """Return the tensor-parallel plan of this layer for a one-dimensional mesh.
 
-        For torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. Ranks have heads of their
-        own; where there are fewer KV heads than ranks, every rank makes all of them and reads its own.
+        Pass it to torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. The query heads are
+        sharded. With fewer KV heads than ranks, every rank computes all KV heads and reads its own.
 
         Raises:
-            ValueError: the heads do not divide among the ranks.
+            ValueError: the heads do not divide evenly among the ranks.
         """
         return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
 
-    def _attending(self, q: Tensor, given: Inputs, share: Share | None) -> Attending:
-        """What all attention of this call takes, with one value for each query head of this rank."""
-        slopes, sinks = self.alibi_slopes, self.sinks
-        if share is not None:
-            slopes, sinks = (None if x is None else share.local(x) for x in (slopes, sinks))
-        return attending(self, Score(self.scale, self.softcap, slopes, sinks), given, q.shape[-2], share)
-
-    def _share(self, q: Tensor) -> Share | None:
-        """What this rank has of the heads, if tensor parallelism gave q fewer than all of them."""
-        local_heads = q.shape[-2]
-        return None if local_heads == self.num_heads else share_of(self.q_proj, self.num_heads, local_heads)
+    def _share(self, q: Tensor) -> Share:
+        """Return this rank's share of the heads, from the number of heads in q ``[..., h, d]``."""
+        return share_of(self.q_proj, self.num_heads, q.shape[-2])
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
-        """Queries ``[..., h, d]`` as attention takes them; integer ``positions`` are for the temperature."""
+        """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = self._turned(self.q_norm, q, angles, self._share(q))
+        q = self._normed_and_rotated(self.q_norm, q, angles, self._share(q))
         q = q if angles is None else scaled_head(q, self.rope.dim, self.q_gain)
         return q if self.temperature is None else self.temperature.scaled(q, positions)
 
     def key_value(
-        self, x: Tensor, angles: Angles | None = None, share: Share | None = None
+        self, x: Tensor, angles: Angles | None = None, share: Share = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
-        """Keys ``[..., g, d]`` and values ``[..., g, e]``, of this rank's ``share``.
+        """Return keys ``[..., g, d]`` and values ``[..., g, e]`` for the query heads in ``share``.
 
-        Without ``angles`` keys are not rotated yet, as a cache takes them, which rotates what it writes; but
-        where norms come after rope, it takes them rotated.
+        Keys for a cache need no ``angles``, since the cache rotates what it writes. The exception is
+        ``norm_after_rope``: then the keys must be rotated and normalized here.
         """
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
-        if share is not None:
-            k, v = (
-                share.local_kv("k_proj", k, self.num_kv_heads),
-                share.local_kv("v_proj", v, self.num_kv_heads),
-            )
-        elif (
-            k.shape[-2] != self.num_kv_heads
-            and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None
-        ):
-            raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
-        return self._turned(self.k_norm, k, angles, share), v
+        k, v = share.local_kv(self, "k_proj", k), share.local_kv(self, "v_proj", v)
+        return self._normed_and_rotated(self.k_norm, k, angles, share), v
 
-    def _turned(
-        self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share | None
+    def _normed_and_rotated(
+        self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share
     ) -> Tensor:
-        """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
+        """Return heads ``[..., h, d]`` normalized and rotated, in the order that ``norm_after_rope`` sets."""
         if norm is not None and not self.norm_after_rope:
-            x = normed(norm, x, share)
+            x = share.normed(norm, x)
         x = x if angles is None else rotate(x, angles)
-        return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
+        return share.normed(norm, x) if norm is not None and self.norm_after_rope else x
 
 
 class MultiHeadAttention(GroupedQueryAttention):
-    """Grouped-query attention in which every query head has a KV head of its own (Vaswani et al., 2017)."""
+    """Grouped-query attention with one KV head for each query head (Vaswani et al., 2017)."""
 
     @staticmethod
     def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What every layer is made and called with, and how that is checked."""
+"""The arguments common to all layers, of constructors and of forward, and their validation."""
 
 import sys
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ from ..rope.scaling import Temperature
 from .context_parallel import ContextParallel, check_context_parallel
 
 FP32 = torch.finfo(torch.float32)
-UNRELATED = "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
+UNRELATED = "context: positions of x and of a context are unrelated; use rope=None for cross-attention"
 
 
 def check_options(
-    *,
     mask: AnyMask,
     rope: Rope | None,
     temperature: Temperature | None,
     dropout_p: float,
     dtype: torch.dtype | None,
+    *,
     numbers: Mapping[str, float],
     flags: Mapping[str, bool],
 ) -> None:
-    """Raise ValueError or TypeError for what no layer can be made with; ``numbers`` are to be above 0."""
-    if type(mask) not in (Mask, MaskFunction):  # what a subclass changes, kernels would not know
+    """Raise ValueError or TypeError for an invalid constructor argument; ``numbers`` must be above 0."""
+    if type(mask) not in (Mask, MaskFunction):  # kernels would ignore what a subclass overrides
         refuse_mask(mask)
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
@@ -54,38 +54,38 @@ def check_options(
 
 
 def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
-    """Raise ValueError for a rope that heads of this width cannot have."""
+    """Raise ValueError for a rope that does not fit heads of dimension ``head_dim``."""
     if rope is not None and rope.dim > head_dim:
         raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
     if norm_after_rope and rope is not None and rope.amplitude != 1:
         raise ValueError(
-            "norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away"
+            "norm_after_rope: expected a rope of amplitude 1, since the norm would undo any other"
         )
 
 
 def check_latent_rope(rope: Rope | None, channels: int) -> None:
-    """Raise ValueError unless a latent layer's rope rotates its ``qk_rope_head_dim`` channels; warn of
-    halves.
+    """Raise ValueError unless the rope of an MLA layer rotates its ``qk_rope_head_dim`` channels.
 
-    Checkpoints of DeepSeek's layers have interleaved pairs, and weights do not tell.
+    Warn if it does not rotate interleaved pairs. DeepSeek's checkpoints need them, and a mismatch would go
+    unnoticed, since the weights have the same shape.
     """
     if rope is None and channels:
         raise ValueError(
-            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; a "
-            "layer without rope has qk_rope_head_dim=0, and qk_nope_head_dim as many channels more"
+            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; "
+            "for a layer without rope use qk_rope_head_dim=0 and add the channels to qk_nope_head_dim"
         )
     if rope is not None and rope.dim != channels:
         raise ValueError(f"rope: expected dim={channels} like qk_rope_head_dim, got {rope.dim}")
     if rope is not None and not rope.interleaved:
         warn_once(
             f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of "
-            "halves; weights of another layout are for another layer, and nothing else would tell",
-            sys._getframe(3),  # beyond the constructor, and what explains its arguments
+            "halves; weights trained with interleaved pairs give wrong results without any error",
+            sys._getframe(3),  # the caller of the constructor, past its @kind wrapper
         )
 
 
 class Inputs(NamedTuple):
-    """What a layer is called with beside x; see :meth:`attnlib.GroupedQueryAttention.forward`."""
+    """The arguments of a layer's forward besides x; see :meth:`attnlib.GroupedQueryAttention.forward`."""
 
     context: Tensor | KVView | None = None
     kv: LayerCache | None = None
@@ -99,12 +99,12 @@ class Inputs(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether a cache has the keys."""
+        """True if a cache stores the keys."""
         return self.kv is not None or isinstance(self.context, KVView)
 
     @property
     def packing(self) -> Packing | None:
-        """Where packed sequences begin, of x and of what it attends to; None where they are not packed."""
+        """The offsets of packed sequences, of x and of its context; None if x is dense."""
         if self.cu_seqlens is None:
             return None
         return Packing(self.cu_seqlens, self.cu_seqlens if self.context is None else self.cu_seqlens_context)
@@ -113,10 +113,10 @@ class Inputs(NamedTuple):
 def check(
     x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, mask: AnyMask, projection: nn.Module
 ) -> None:
-    """Check a layer's inputs; ``mask`` is its own, and ``projection`` the first to multiply x.
+    """Validate the inputs of a layer with this ``mask`` and with ``projection`` as its first module.
 
     Raises:
-        ValueError, TypeError, RuntimeError: they contradict the layer, each other or the step of a cache.
+        ValueError, TypeError, RuntimeError: the inputs contradict the layer, each other or the cache step.
     """
     context, kv, cu_seqlens = given.context, given.kv, given.cu_seqlens
     check_tokens("x", x, hidden_size, projection)
@@ -134,7 +134,7 @@ def check(
             "there is one"
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
-        raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, of the packed x that attends")
+        raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, for the packed x")
     for name in ("key_starts", "key_ends"):
         is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
         if getattr(given, name) is not None and not is_dense:
@@ -142,9 +142,7 @@ def check(
                 f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own"
             )
     if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
-        raise ValueError(
-            f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone"
-        )
+        raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)}")
     if context is not None and rope is not None:
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
@@ -161,21 +159,22 @@ def check(
 
 
 def _check_shared(given: Inputs) -> None:
-    """Raise ValueError for what ranks that share the tokens of x cannot attend to."""
+    """Raise ValueError for a cache or a context, which context parallelism does not support."""
     check_context_parallel(given.context_parallel)
     for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
         if x is not None:
             raise ValueError(
-                f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing "
-                f"else; set layer.context_parallel = None to {instead}"
+                f"{name}: expected None with context_parallel, which shards the tokens of x only; set "
+                f"layer.context_parallel = None to {instead}"
             )
 
 
 def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: nn.Module) -> None:
-    """Raise ValueError for integer positions that are not those of x's tokens; angles are compared with
-    q's.
+    """Raise ValueError unless integer positions have one entry for each token of x.
+
+    Angles are validated where q is rotated.
     """
-    if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may gather x from several ranks
+    if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may all-gather x
         return
     shape, tokens = positions.shape, x.shape[:-1]
     if (
@@ -186,7 +185,7 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
         return
     expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
     several = (
-        "; for several positions of a token (M-RoPE) compute the Angles and give them"
+        "; for several positions of a token (M-RoPE) compute the Angles and pass them"
         if len(shape) > 2
         else ""
     )
@@ -194,8 +193,9 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
-    """Raise ValueError for positions that begin again, on a CPU or with ATTNLIB_CHECK=1, under bands
-    alone.
+    """Raise ValueError for positions that restart at 0 within a row, if ``masks`` cannot separate sequences.
+
+    Only mask functions can. The values are read on a CPU, or elsewhere with ATTNLIB_CHECK=1.
     """
     are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
     if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):
@@ -205,8 +205,8 @@ def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> 
         return
     if ((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any():
         raise ValueError(
-            "positions: they begin again within a row, whose tokens would see each other; pack the row with "
-            "cu_seqlens= of attnlib.packing.from_position_ids, or give mask=attnlib.masks.documents(numbers)"
+            "positions: they begin again within a row, whose sequences would see each other; pack the row "
+            "with cu_seqlens= of packing.from_position_ids, or pass mask=attnlib.masks.documents(numbers)"
         )
 
 
@@ -228,7 +228,7 @@ def _check_types(given: Inputs) -> None:
 
 
 def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``x`` are offsets of packed sequences on this device."""
+    """Raise TypeError or ValueError unless ``x`` holds offsets of packed sequences on this device."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         got = f"{x.dtype}; cast it with .int()" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected an int32 tensor [b + 1], got {got}")
@@ -243,9 +243,7 @@ def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
 def check_stored(
     context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module, rope: Rope | None
 ) -> None:
-    """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to
-    store it.
-    """
+    """Raise ValueError, TypeError or RuntimeError if ``context`` cannot be projected or stored in ``kv``."""
     if rope is not None:
         raise ValueError(UNRELATED)
     check_tokens("context", context, hidden_size, projection)
@@ -256,13 +254,13 @@ def check_stored(
 
 
 def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> None:
-    """Raise unless ``x`` has as many tokens as the step of ``kv``."""
+    """Raise ValueError or RuntimeError unless ``x`` has as many tokens as the running step of ``kv``."""
     if kv.positions is None:
         raise RuntimeError(
             "kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there"
         )
     step = kv.positions.shape
-    if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may gather x from several ranks
+    if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may all-gather x
         return
     if len(step) == 1:
         expected, remedy = f"[t={step[0]}, m={x.shape[-1]}]", "step({handle: n}) is for packed tokens"
@@ -273,15 +271,12 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
         )
     else:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
-        remedy = (
-            f"step({step[1]}) is for as many tokens of each live sequence, "
-            "step({handle: n}) for packed ones"
-        )
+        remedy = f"step({step[1]}) takes [b, s={step[1]}, m], step({{handle: n}}) packed [t, m]"
     raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
 
 
 def _check_autocast(name: str, x: Tensor, layout: KVLayout) -> None:
-    """Raise TypeError for a cache of another dtype than autocast, where it is on, makes of ``x``."""
+    """Raise TypeError if autocast is on and would project ``x`` to another dtype than the cache has."""
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return
     dtype = computed_dtype(x)
@@ -293,7 +288,7 @@ def _check_autocast(name: str, x: Tensor, layout: KVLayout) -> None:
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which ``x`` is projected: autocast's where it is on, but fp64 stays, as in torch."""
+    """Return the dtype of a projection of ``x``: autocast's if it is on, except for fp64, as in torch."""
     device = x.device.type
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -301,8 +296,9 @@ def computed_dtype(x: Tensor) -> torch.dtype:
 
 
 def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) -> None:
-    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]``, and fits a plain
-    ``projection``.
+    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]`` and fits ``projection``.
+
+    Device and dtype are compared only for a plain nn.Linear.
     """
     if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
         kind = "a nested or sparse one" if isinstance(x, Tensor) else type(x).__name__
@@ -312,7 +308,7 @@ def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) 
             f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, "
             f"m={hidden_size}], got {tuple(x.shape)}"
         )
-    # A wrapper, a hook or an adapter may change x before it multiplies.
+    # A wrapper, a hook or an adapter may change x before the product.
     if type(projection) is not nn.Linear or "forward" in vars(projection) or projection._forward_pre_hooks:
         return
     weight = projection.weight

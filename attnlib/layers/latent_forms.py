@@ -1,6 +1,4 @@
-"""The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in
-chunks.
-"""
+"""The two forms of MLA: a cost rule that selects one, and the expanded form over a cache, in chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,14 +20,17 @@ from .context_parallel import ContextParallel, KeyValueSource, check_context_par
 from .positions import sequence_of
 from .tensor_parallel import MARK, local_weight
 
-# Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 +
-# 128 channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a
-# GPU.
+# The number of stored tokens, over all sequences, that are expanded to K and V at once. With DeepSeek-V3's
+# 128 heads of 192 + 128 channels in bf16 they take 640 MiB. Their up-projection is enough to fill a GPU.
 CHUNK = 8192
-# Multiplications of all heads that expanding a prompt by itself is to spare: its K and V are written and read
-# too, and its calls are launched. On an H200 (2026-11, replayed), beside 31 or 63 sequences: 512 tokens over
-# 8k with 128 heads spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and
-# 3.48; 2048 over 32k with 16 heads 2**39.6, 7.68 and 3.28.
+# The multiplications, summed over heads, that expanding one prompt of a packed step must save. They pay for
+# writing and reading its K and V, and for the extra launches. Times of a step that has 31 or 63 other
+# sequences (H200, CUDA graph replay, 2026-11):
+#   prompt tokens  history  heads  saved    absorbed  expanded
+#             300       8k    128  2**36.7   2.76 ms   3.48 ms
+#             512       8k    128  2**38     4.26 ms   3.83 ms
+#            1024       8k    128  2**39.5   8.20 ms   5.01 ms
+#            2048      32k     16  2**39.6   7.68 ms   3.28 ms
 WORTH = 1 << 38
 
 
@@ -37,34 +38,32 @@ FORMS = ("auto", "expanded", "absorbed")
 
 
 def check_form(form: str, ranks: ContextParallel | None) -> None:
-    """Raise ValueError or TypeError for a form that is none, or for one that ranks that share tokens do not
-    have.
-    """
+    """Raise ValueError or TypeError for an unknown form, or for "absorbed" with context parallelism."""
     check_context_parallel(ranks)
     if not isinstance(form, str) or form not in FORMS:
         raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
     if form == "absorbed" and ranks is not None:
         raise ValueError(
-            "context_parallel: its ranks expand the latents that they send each other, got form='absorbed'; "
-            "use form='auto' or 'expanded'"
+            "context_parallel: expected form='auto' or 'expanded', since ranks expand the latents that they "
+            "receive, got form='absorbed'"
         )
 
 
 def cheaper_form(
     queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0
 ) -> str:
-    """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
+    """Return the form with fewer multiplications per head, for ``queries`` over ``keys`` latents.
 
-    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and
-    sums:
+    Expanding up-projects every key. Absorbing projects every query, and its scores and weighted sums are
+    wider:
 
         expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
         absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
 
-    Over many keys only what is multiplied by them counts, so that expanding is cheaper from about ``rank *
-    (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
-    that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a
-    bound. Expanding is to spare ``least`` multiplications.
+    Over many keys, expanding is cheaper from about ``rank * (nope + value) / (2 * rank - nope - value)``
+    queries on: 171 with DeepSeek-V3's sizes 512, 128 and 128. Pairs that a mask hides count in both forms.
+    Over a cache, ``queries`` is the mean over a step's sequences and ``keys`` an upper bound. Expanding must
+    save at least ``least`` multiplications.
     """
     expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
@@ -84,19 +83,18 @@ def attend_expanded(
     score: ScoreFunction | None,
     backend: str | None,
 ) -> Tensor:
-    """Attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents, giving ``[...,
-    h, e]``.
+    """Return attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents.
 
-    ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c,
-    p]`` (None if p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are
-    more (their K and V are no larger than q then, and fewer partial results are to be merged). No sequence is
-    longer than ``longest``; None means the capacity of the table. To functions of indices the first sequence
-    is ``row``, and the first head ``head``.
+    The result is ``[..., h, e]``. ``expand`` computes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents
+    ``[c, r]`` and rotary keys ``[c, p]`` (None if p is 0). It gets ``CHUNK`` tokens at a time, or as many as
+    there are queries if that is more: K and V are then no larger than q, and fewer partial results need
+    merging. No sequence is longer than ``longest``; None means the capacity of the page table. Mask and score
+    functions count sequences from ``row`` and heads from ``head``.
 
     Raises:
-        ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout
-        keeps. TypeError: K and V have another dtype than the cache. NotImplementedError: a gradient is asked
-        for.
+        ValueError: q does not fit the cache step, or the mask reaches further left than the layout's window.
+        TypeError: K and V have another dtype than the cache.
+        NotImplementedError: a gradient is needed.
     """
     _check(q, view, mask)
     b, capacity = view.lengths.shape[0], view.table.shape[1] * view.page_size
@@ -113,21 +111,16 @@ def attend_expanded(
         check_heads(q, k)
         _check_values(q, v, view)
         if score is None and isinstance(mask, Mask):
-            options = {
-                "cu_seqlens_q": cu_q,
-                "cu_seqlens_k": cu_k,
-                "mask": band,
-                "scale": scale,
-                "backend": backend,
-            }
-            out, lse = varlen_attention_with_lse(rows, k, v, **options)
-        else:  # functions see the indices of the whole
+            offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            out, lse = varlen_attention_with_lse(
+                rows, k, v, **offsets, mask=band, scale=scale, backend=backend
+            )
+        else:  # functions need the indices of the whole sequences
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
-            out, lse = attend(
-                Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend
-            )
-        if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
+            call = Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True)
+            out, lse = attend(call, backend)
+        if state is not None:  # in fp32: rounding the sum after every chunk would add up
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse
     return state[0].to(v.dtype).unflatten(0, q.shape[:-2])
@@ -136,16 +129,17 @@ def attend_expanded(
 def _chunks(
     view: KVView, mask: AnyMask, size: int, longest: int, queries: int
 ) -> Iterator[tuple[Tensor, Tensor, Mask]]:
-    """Disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, and the mask of a call on these alone.
+    """Yield disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, each with the mask for its call.
 
-    They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the
-    queries in every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a
-    sequence begins, or the first tokens beside a window.
+    Ranges are counted back from the ends of the sequences, where the queries are. Range ``n`` is then equally
+    far from the queries in every sequence, and its mask is the shifted band. A mask's prefix, and the first
+    tokens that a window retains, are counted from the start.
     """
     (window, first), reach = mask.kept, mask.band.reach
     starts, prefix, band = view.starts, max(mask.band.prefix, first), mask.band.without_prefix()
     reach = window - 1 if reach is None and window is not None else reach
-    visible = longest if reach is None else min(longest, reach + queries)  # tokens from the ends
+    # The tokens at the end of a sequence that its queries may see.
+    visible = longest if reach is None else min(longest, reach + queries)
     for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
         hides = not shifted.covers(size - queries, size, 0, size)
@@ -155,10 +149,10 @@ def _chunks(
 
 
 def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of these ranges, packed, and their offsets.
+    """Return the packed latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of ranges, with offsets.
 
-    Rows past the last offset, which nobody reads, repeat the last token of a range, so that every index is
-    one of the table.
+    Rows past the last offset are not used. They repeat the last token of a range, which keeps every index
+    inside the page table.
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
     token = torch.arange(capacity, device=cu_k.device)
@@ -179,18 +173,18 @@ def attend_mixed(
     view: KVView,
     prompts: Sequence[Prompt],
 ) -> Tensor:
-    """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences.
+    """Return attention of a packed step, expanded for ``prompts`` and absorbed for all other sequences.
 
-    ``attend_stored(q_nope, q_rope, view, form)`` attends; it takes ``longest`` and ``row`` too.
+    It calls ``attend_stored(q_nope, q_rope, view, form)``, for a prompt also with ``longest`` and ``row``.
     """
     sizes = runs(prompts, q_nope.shape[0])
     parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
     others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
     outs = list(attend_stored(*others, without(view, prompts), "absorbed").split(sizes[::2]))
     for n, prompt in enumerate(prompts):
-        alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
+        limits = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
         outs.insert(
-            2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **alone)
+            2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **limits)
         )
     return torch.cat(outs)
 
@@ -202,9 +196,7 @@ def source_of(
     k_rope: Tensor | None,
     weights: Sequence[Tensor],
 ) -> KeyValueSource:
-    """What ranks send each other in place of the keys and values of q's heads, which ``expand`` makes by
-    weights.
-    """
+    """Return what ranks send each other in context parallelism: latents and rotary keys, to ``expand``."""
 
     def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k, v = expand(latent, k_rope)
@@ -219,8 +211,7 @@ def source_of(
 
 
 def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
-    """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and
-    so on.
+    """Return how many tokens of a packed step lie before the first prompt, in it, before the next, and so on.
 
     >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
     [2, 50, 3]
@@ -230,7 +221,7 @@ def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
 
 
 def without(view: KVView, prompts: Sequence[Prompt]) -> KVView:
-    """The view of a packed step in which these sequences have no token."""
+    """Return the view of a packed step, with no queries for the sequences of ``prompts``."""
     counts = view.cu_seqlens_q.diff()
     for prompt in prompts:
         counts[prompt.row].zero_()
@@ -238,7 +229,7 @@ def without(view: KVView, prompts: Sequence[Prompt]) -> KVView:
 
 
 def of_sequence(view: KVView, row: int) -> KVView:
-    """The view of one sequence of a packed step, by itself."""
+    """Return the view of a single sequence of a packed step."""
     rows = slice(row, row + 1)
     of = {"table": view.table[rows], "starts": view.starts[rows], "lengths": view.lengths[rows]}
     first = view.cu_seqlens_q[rows]
@@ -248,24 +239,24 @@ def of_sequence(view: KVView, row: int) -> KVView:
 
 
 def check_heads(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless every query head ``[..., s, h, *]`` has a key of its own ``[..., t, h, *]``."""
+    """Raise ValueError unless q ``[..., s, h, *]`` and k ``[..., t, h, *]`` have the same head count."""
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"kv_b_proj: expected h={q.shape[-2]} heads like the projection of q, got {k.shape[-2]}; shard "
-            "both alike"
+            "both the same way"
         )
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
     if view.is_partial:
         raise NotImplementedError(
-            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for "
-            "which each rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, "
+            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, "
+            "which needs all latents on each rank; use form='auto' and a plain nn.Linear as kv_b_proj, "
             "sharded by heads like q"
         )
     if view.split_size:
         raise NotImplementedError(
-            "batch_invariant: expected the absorbed form over such a cache, got the expanded one"
+            "batch_invariant: expected the absorbed form over a batch-invariant cache, got the expanded one"
         )
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
@@ -283,18 +274,19 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
         raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
 
 
-def computes_its_weight_alone(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
-    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may
-    change.
+def is_plain_matmul(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
+    """True if ``module(x)`` is ``x @ module.weight.T``, without adapters, quantization, sharding or hooks.
 
-    With ``q`` ``[..., h, n]`` of some of ``heads``, and no gradient, the weight may also be shared out by
-    ``parallelize_module``, if what is here is of as many.
+    Given q ``[..., h, n]`` of attention over a cache, the weight may also be sharded by
+    ``parallelize_module``, if this rank's shard has as many of the ``heads`` as q.
     """
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = max(len(module._forward_hooks), len(module._forward_pre_hooks))
     if type(module.weight) in (nn.Parameter, Tensor):
         return hooks == 0
-    if q is None or hooks > 1 or not getattr(module, MARK, False):  # which has one of each
+    if (
+        q is None or hooks > 1 or not getattr(module, MARK, False)
+    ):  # parallelize_module adds one hook of each kind
         return False
     return local_weight(module).shape[0] * heads == module.weight.shape[0] * q.shape[-2]

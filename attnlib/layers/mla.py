@@ -1,4 +1,4 @@
-"""Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
+"""The multi-head latent attention (MLA) layer, with an expanded and an absorbed form of the same weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,36 +17,41 @@ from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from . import latent_forms
-from .attending import Attending, attending
+from .attending import AttentionCall, attention_call
 from .captured import captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
-from .parameters import check_counts, described, reset_children
+from .parameters import check_counts, described, not_none, reset_children
 from .positions import angles_of, positions_of
-from .tensor_parallel import joined, local_weight, plan_of, share_of
+from .tensor_parallel import local_weight, plan_of, share_of
 
-if TYPE_CHECKING:  # importing these takes longer than importing this package
+if TYPE_CHECKING:  # importing these is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @kind
 class MultiHeadLatentAttention(nn.Module):
-    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434); DeepSeek-V3's names.
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameter names.
 
-    A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The
-    *expanded* form makes K and V per head from the latents. The *absorbed* form moves the key up-projection
-    to the query and the value up-projection to the output, and attends over the latents themselves as one KV
-    head. Both are exact and use the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias``
-    is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs,
+    A cache stores ``kv_lora_rank + qk_rope_head_dim`` values per token: a latent, and a rotary key that all
+    heads share. There are two exact forms of attention, with the same weights:
+
+    - The *expanded* form computes K and V of every head from the latents.
+    - The *absorbed* form moves the key up-projection to the query and the value up-projection to the output,
+      and attends over the latents themselves as one KV head.
+
+    ``form`` forces one of them, and ``"auto"`` takes the cheaper. ``q_lora_rank=None`` projects q directly.
+    ``bias`` is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs, which is
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
-    ``qk_rope_head_dim=0`` is for layers without rope. A ``temperature`` scales queries by their positions.
-    Ranks of ``context_parallel`` send each other latents, and expand what they receive.
+    ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions.
+    With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
-        ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an
-        unknown form. TypeError: an argument of another type, such as a mask that is not a Mask.
+        ValueError: sizes do not fit, rotary channels have no rope, a number is out of range, or the form is
+            unknown.
+        TypeError: an argument has the wrong type, such as a mask that is not a Mask.
     """
 
     def __init__(
@@ -76,79 +81,58 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
         sizes |= {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
-        check_counts(sizes if q_lora_rank is None else sizes | {"q_lora_rank": q_lora_rank})
+        check_counts(sizes | not_none(q_lora_rank=q_lora_rank))
         check_count("qk_rope_head_dim", qk_rope_head_dim)
-        numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
-        options = {
-            "mask": mask,
-            "rope": rope,
-            "temperature": temperature,
-            "dropout_p": dropout_p,
-            "dtype": dtype,
-        }
-        check_options(**options, numbers=numbers, flags=flags)
+        numbers = {"norm_eps": norm_eps} | not_none(scale=scale)
+        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags={"bias": bias})
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
-        self.hidden_size, self.num_heads, self.mask, self.rope, self.form = (
-            hidden_size,
-            num_heads,
-            mask,
-            rope,
-            form,
-        )
+        self.hidden_size, self.num_heads, self.mask, self.rope = hidden_size, num_heads, mask, rope
+        self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.temperature, self.dropout_p, self.form = temperature, dropout_p, form
+        self.backend, self.context_parallel = backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
-        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
-            qk_nope_head_dim,
-            qk_rope_head_dim,
-            v_head_dim,
-        )
-        self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
-        self.context_parallel: ContextParallel | None = context_parallel
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
-        latent_scale = 1.0 if rope is None else rope.latent_scale
-        self.scale: float = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
-        # YaRN's temperature acts on the rotated channels alone, so it is a gain of the rotated query.
-        self.q_gain: float = 1.0 if rope is None else rope.amplitude**2
-        factory = {"device": device, "dtype": dtype}
+        # YaRN scales the rotated channels of q and k by its amplitude: here both factors scale those of q.
+        latent_scale, self.q_gain = (1.0, 1.0) if rope is None else (rope.latent_scale, rope.amplitude**2)
+        self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        norm = partial(nn.RMSNorm, eps=norm_eps, device=device, dtype=dtype)
         if q_lora_rank is None:
-            self.q_proj: nn.Linear = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, **factory)
+            self.q_proj = linear(hidden_size, num_heads * qk_head_dim, bias=False)
         else:
-            self.q_a_proj: nn.Linear = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
-            self.q_a_layernorm: nn.RMSNorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
-            self.q_b_proj: nn.Linear = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
-        self.kv_a_proj_with_mqa: nn.Linear = nn.Linear(
-            hidden_size, kv_lora_rank + qk_rope_head_dim, bias, **factory
-        )
-        self.kv_a_layernorm: nn.RMSNorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
-        self.kv_b_proj: nn.Linear = nn.Linear(kv_lora_rank, up_dim, bias=False, **factory)
-        self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
+            self.q_a_proj = linear(hidden_size, q_lora_rank, bias=bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
+        self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
+        """The cache layout of this layer; within ``torch.autocast`` it has autocast's dtype."""
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
-        """As :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
         return replace(self.kv_layout, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
         reset_children(self)
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
-        """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all
-        heads.
-        """
-        to_heads = "q_proj" if self.q_lora_rank is None else "q_b_proj"
-        return plan_of(mesh, self.num_heads, self.num_heads, (to_heads, "kv_b_proj"))
+        """Same as :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank computes all latents."""
+        query_name = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        return plan_of(mesh, self.num_heads, self.num_heads, (query_name, "kv_b_proj"))
 
     @property
-    def _to_heads(self) -> nn.Module:
-        """What projects to the heads of q."""
+    def _query_projection(self) -> nn.Module:
+        """The projection whose output is the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
 
     def forward(
@@ -164,7 +148,7 @@ class MultiHeadLatentAttention(nn.Module):
         key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
-        """As :meth:`attnlib.GroupedQueryAttention.forward`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.forward`."""
         ranks = self.context_parallel
         given = Inputs(
             context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
@@ -172,17 +156,16 @@ class MultiHeadLatentAttention(nn.Module):
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, x, given)
         q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
-        share = share_of(self._to_heads, self.num_heads, q_nope.shape[-2])
-        attention = attending(self, Score(self.scale), given, q_nope.shape[-2], share)
+        share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
+        attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
-            out = self._attend_stored(
-                q_nope, q_rope, context, self._possible("absorbed", q_nope), attention=attention
-            )
+            form = self._allowed_form("absorbed", q_nope)
+            out = self._attend_stored(q_nope, q_rope, context, form, attention=attention)
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
             latent, k_rope = self.latent(x if context is None else context, angles)
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, given)
+            out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -191,17 +174,18 @@ class MultiHeadLatentAttention(nn.Module):
         )
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """As :meth:`attnlib.GroupedQueryAttention.append_context`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.append_context`."""
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa, self.rope)
         kv.append(*self.latent(context, None))
 
     def query(
         self, x: Tensor, angles: Angles | None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs
-        ``positions``.
+        """Return q's unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels.
+
+        A temperature needs integer ``positions``.
         """
-        q = self._to_heads(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
+        q = self._query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
         q = q if self.temperature is None else self.temperature.scaled(q, positions)
@@ -211,9 +195,7 @@ class MultiHeadLatentAttention(nn.Module):
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
     def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
-        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is
-        0).
-        """
+        """Return the normalized latent ``[..., r]`` and the rotary key ``[..., p]``, None if p is 0."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
@@ -226,65 +208,60 @@ class MultiHeadLatentAttention(nn.Module):
         x: Tensor,
         kv: LayerCache,
         angles: Angles | None,
-        attention: Attending,
+        attention: AttentionCall,
     ) -> Tensor:
-        """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache
-        back.
+        """Append the tokens of x to the cache and attend to all stored tokens.
+
+        The first tokens of a sequence attend to each other directly, without reading the cache back.
         """
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
-        # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens
-        # alone.
+        attention.check(q_nope, view)  # calls on chunks of the view would skip this check
+        attend = partial(self._attend_stored, attention=attention)
+        # Only the absorbed form gives bits that do not depend on the batch (split_size), and only it works if
+        # other ranks store some of the latents.
         if not kv.prefill or view.split_size or (view.is_partial and kv.history):
-            return self._attend_stored(
-                q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention
-            )
+            return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
         if kv.history:
-            prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
-            if prompts:
-                return attend_mixed(
-                    partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts
-                )
-            new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
+            if prompts := self._expanded_prompts(kv, view, q_nope.shape[-2]):
+                return attend_mixed(attend, q_nope, q_rope, view, prompts)
+            new = x.shape[:-1].numel() // view.lengths.shape[0]  # mean number of new tokens per sequence
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
-            return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
+            return attend(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
         of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts)
-        return self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, of_step)
+        return self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
-        """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
+        """Return the prompts of a packed step that are much cheaper expanded than absorbed.
 
-        What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for
-        all.
+        There are none under torch.compile and in CUDA graphs, which must serve any prompts, and none over a
+        shared prefix, which is read once for all sequences.
         """
-        if is_recorded(view.k) or view.route is not None or self._possible("absorbed") == "expanded":
+        if is_recorded(view.k) or view.route is not None or self._allowed_form("absorbed") == "expanded":
             return []
         least = latent_forms.WORTH // heads
         prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
-    def _attend_fresh(
+    def _attend_tokens(
         self,
         q_nope: Tensor,
         q_rope: Tensor,
         latent: Tensor,
         k_rope: Tensor | None,
-        attention: Attending,
+        attention: AttentionCall,
         given: Inputs,
     ) -> Tensor:
-        """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper
-        form.
-        """
+        """Attend over latents ``[..., t, r]`` and rotated keys ``[..., t, p]``, in the cheaper form."""
         if attention.context_parallel is not None:
             check_form(self.form, attention.context_parallel)
             q = torch.cat((q_nope, q_rope), -1)
             source = source_of(self.expand, q, latent, k_rope, tuple(self.kv_b_proj.parameters()))
             return attention.over_tokens(q, None, None, given, source)
-        if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
+        if self._allowed_form(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
             k, v = self.expand(latent, k_rope)
             check_heads(q_nope, k)
             return attention.over_tokens(torch.cat((q_nope, q_rope), -1), k, v, given)
@@ -293,69 +270,79 @@ class MultiHeadLatentAttention(nn.Module):
         return self._unabsorb(out)
 
     def _attend_stored(
-        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, attention: Attending, **alone: int
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        view: KVView,
+        form: str,
+        *,
+        attention: AttentionCall,
+        **limits: int,
     ) -> Tensor:
-        """Attention over a latent cache in this form; ``longest`` and ``row`` are as in
-        :func:`attend_expanded`.
-        """
+        """Attend over a latent cache in this form; for ``limits`` see :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
-        own = {
-            "mask": attention.mask,
-            "scale": self.scale,
-            "score": attention.score.function,
-            "head": attention.head,
-        }
-        q = torch.cat((q_nope, q_rope), -1)
-        return attend_expanded(q, view, self.expand, **alone, **own, backend=attention.backend)
+        return attend_expanded(
+            torch.cat((q_nope, q_rope), -1),
+            view,
+            self.expand,
+            **limits,
+            mask=attention.mask,
+            scale=self.scale,
+            score=attention.score.function,
+            head=attention.head,
+            backend=attention.backend,
+        )
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
-        """The cheaper form at this layer's sizes."""
+        """Return the cheaper form for this layer's dimensions."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         return cheaper_form(
             queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least
         )
 
     def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
-        """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
+        """Return the cheaper allowed form for ``queries`` new tokens after ``history`` stored ones."""
         reach = self.mask.band.reach
         seen = history if reach is None else min(history, reach)
-        return self._possible(self._cheaper(queries, seen + queries, least))
+        return self._allowed_form(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """``[..., h, r + p]``: the query as it meets latents."""
+        """Return the query in the space of latents and rotary keys, ``[..., h, r + p]``."""
         k_up, _ = self._up_projections()
         return torch.cat((torch.einsum("...hn,hnr->...hr", q_nope, k_up), q_rope), -1)
 
     def _unabsorb(self, out: Tensor) -> Tensor:
-        """``[..., h, r]`` -> ``[..., h, e]``."""
+        """Project weighted sums of latents ``[..., h, r]`` to outputs ``[..., h, e]``."""
         _, v_up = self._up_projections()
         return torch.einsum("...hr,her->...he", out, v_up)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """Views ``[h, n, r]`` and ``[h, e, r]`` of kv_b_proj's weight, so they can never be stale."""
+        """Return the key and value up-projections ``[h, n, r]`` and ``[h, e, r]``, as views of the weight."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         return local_weight(self.kv_b_proj).unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
     def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[...,
-        p]``.
+        """Return K ``[..., h, n + p]`` and V ``[..., h, e]`` of latents ``[..., r]`` and keys ``[..., p]``.
+
+        The rotary keys are already rotated; None if p is 0.
         """
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         if k_rope is None:
             return k, v
-        k_rope = joined(k_rope, share_of(self.kv_b_proj, self.num_heads, k.shape[-2]))
+        k_rope = share_of(self.kv_b_proj, self.num_heads, k.shape[-2]).sum_gradients(k_rope)
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
-    def _possible(self, form: str, stored_for: Tensor | None = None) -> str:
-        """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h,
-        n]``.
+    def _allowed_form(self, form: str, stored_for: Tensor | None = None) -> str:
+        """Return ``form`` if the constructor and the weights allow it, otherwise the allowed form.
+
+        ``stored_for`` is q ``[..., h, n]`` of attention over a cache; see :func:`is_plain_matmul`.
 
         Raises:
-            NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
+            NotImplementedError: the absorbed form is forced, but kv_b_proj is not a plain linear layer.
         """
-        plain = latent_forms.computes_its_weight_alone(self.kv_b_proj, stored_for, self.num_heads)
+        plain = latent_forms.is_plain_matmul(self.kv_b_proj, stored_for, self.num_heads)
         if self.form == "absorbed" and not plain:
             raise NotImplementedError(
                 "kv_b_proj: absorbing needs a plain nn.Linear without bias, hooks and adapters, "

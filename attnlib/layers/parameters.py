@@ -1,4 +1,4 @@
-"""Parameters of layers: head counts, slopes, initialisation, and the text that a layer prints."""
+"""Constructor helpers of layers: head counts, biases, ALiBi slopes, initialization and the repr."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,16 +8,15 @@ from ..internal.checks import check_count
 from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Options that a layer prints if they differ from the default. The scale is left out: it is always set.
+# Options printed by a layer's repr if they are set. The scale is left out, since it always is.
 OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 
 def reset_children(layer: nn.Module) -> None:
-    """Call ``reset_parameters`` of every module in ``layer``; of a module without one, those of the modules
-    in it.
+    """Call ``reset_parameters`` of every submodule; a submodule without the method resets its children.
 
     Raises:
-        TypeError: a module owns parameters and has no ``reset_parameters``; then nothing is reset.
+        TypeError: a module owns parameters but has no ``reset_parameters``. Nothing is reset then.
     """
     for module in list(_resettable(layer)):
         module.reset_parameters()
@@ -31,18 +30,20 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
         owned = [own for own, _ in module.named_parameters(recurse=False)]
         if owned:
             raise TypeError(
-                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__} with "
-                f"parameters {owned} and without it; define it there, or initialise the modules one by one"
+                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__}, "
+                f"which has parameters {owned} but not the method; define it, or initialize each module"
             )
         yield from _resettable(module, f"{path}{name}.")
 
 
 def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str, ...]:
-    """The projections that have a bias: ``bias`` names them, or is for q, k and v, and ``output_bias`` for o.
+    """Return the names of the projections that have a bias.
+
+    ``bias`` names them, or it is a bool for q, k and v, and ``output_bias`` one for o.
 
     Raises:
-        TypeError: either is neither.
-        ValueError: a name is none of a projection, or o is spoken of twice.
+        TypeError: an argument has another type.
+        ValueError: a name is unknown, or ``output_bias`` comes with a tuple of names.
     """
     if output_bias is not None and not isinstance(output_bias, bool):
         raise TypeError(f"output_bias: expected a bool, got {type(output_bias).__name__}")
@@ -50,30 +51,33 @@ def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str,
         output_bias = bias if output_bias is None else output_bias
         return (PROJECTIONS[:3] if bias else ()) + (PROJECTIONS[3:] if output_bias else ())
     if not isinstance(bias, tuple):
-        raise TypeError(
-            f"bias: expected a bool or a tuple of names of projections, got {type(bias).__name__}"
-        )
+        raise TypeError(f"bias: expected a bool or a tuple of projection names, got {type(bias).__name__}")
     unknown = [name for name in bias if name not in PROJECTIONS]
     if unknown or output_bias is not None:
-        wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} beside names"
+        wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} with names"
         raise ValueError(f"bias: expected a bool or some of {', '.join(PROJECTIONS)}, got {wrong}")
     return bias
 
 
 def check_counts(sizes: Mapping[str, int]) -> None:
-    """Raise ValueError or TypeError unless each of these, by name, is an int of at least 1."""
+    """Raise ValueError or TypeError unless each named size is an int of at least 1."""
     for name, size in sizes.items():
         check_count(name, size, least=1)
+
+
+def not_none(**options: float | None) -> dict[str, float]:
+    """Return the options that are not None."""
+    return {name: x for name, x in options.items() if x is not None}
 
 
 def head_dims(
     hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None
 ) -> tuple[int, int]:
-    """The channels of a key and of a value.
+    """Return the head dimensions of keys and of values, with defaults for None.
 
     Raises:
-        ValueError, TypeError: one is not a positive int, or there is none and the heads do not divide the
-        width.
+        ValueError, TypeError: a dimension is not a positive int, or ``head_dim`` is None and ``num_heads``
+            does not divide ``hidden_size``.
     """
     for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if value is not None:
@@ -87,8 +91,9 @@ def head_dims(
 
 
 def published_slopes(num_heads: int) -> list[float]:
-    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as
-    fine.
+    """Return the ALiBi slopes of the paper: a geometric series for each power of two.
+
+    Other head counts take the series of the next lower power, then every other term of the next higher one.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -96,7 +101,7 @@ def published_slopes(num_heads: int) -> list[float]:
 
 
 def described(layer: nn.Module, *sizes: str) -> str:
-    """The sizes of these names, the mask and the rope, and which options are not as they are by default."""
+    """Return the repr of a layer: the named sizes, its mask, its rope, and the options that are set."""
     words = [f"{name}={value}" for name in sizes if (value := getattr(layer, name)) is not None]
     words.append(f"mask={layer.mask.spelled}")
     words += [] if layer.rope is None else [f"rope=Rope({layer.rope.dim}, theta={layer.rope.theta:,})"]

@@ -1,4 +1,4 @@
-"""Where the tokens of a layer's input are, and the rotary angles there."""
+"""Positions of a layer's tokens, and their rotary angles."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,14 @@ from .inputs import Inputs
 
 
 def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
-    """The angles of x's tokens at the positions that are ``given``, which may be Angles already; None without
-    rope.
+    """Return the rotary angles of x's tokens; None without rope.
 
-    Positions of None count the tokens of each sequence, the whole one where ranks share it; in a cache they
-    go on from its length.
+    The positions in ``given`` may already be Angles. If they are None, the tokens of each sequence are
+    counted from 0, in a cache from its current length. With context parallelism the count covers all ranks.
 
     Raises:
-        ValueError: a rope that depends on the length, in a cache or with positions of unknown length; or
-        Angles
-            without rope, or of another pairing or width.
+        ValueError: a length-dependent rope is used in a cache or with explicit positions, or Angles come
+            without a rope or with another pairing or width.
     """
     positions = given.positions
     if rope is None:
@@ -37,12 +35,12 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
 
 
 def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
-    """The angles of a rope that depends on the length, which a dense x alone tells."""
+    """Return the angles of a rope that depends on the sequence length, which is known for dense x only."""
     rule = type(rope.scaling).__name__
     if given.kv is not None:
         raise ValueError(
-            f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or "
-            "pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
+            f"rope: {rule} rotates stored keys anew as the sequence grows; use another scaling with a cache, "
+            "or pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
         )
     if given.positions is not None or given.cu_seqlens is not None:
         raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")
@@ -51,10 +49,10 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
 
 
 def positions_of(x: Tensor, given: Inputs) -> Tensor:
-    """The positions of x's tokens as integers, as :func:`angles_of` counts them.
+    """Return the integer positions of x's tokens, counted as in :func:`angles_of`.
 
     Raises:
-        TypeError: they are Angles, which do not tell them.
+        TypeError: the positions were given as Angles, which hold no integers.
     """
     if isinstance(given.positions, Angles):
         raise TypeError(
@@ -74,14 +72,21 @@ def _natural_positions(x: Tensor, given: Inputs) -> Tensor:
 
 
 def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The number of the packed sequence that each token is of; tokens past the last offset are of one
-    more.
-    """
+    """Return the packed sequence index of each token; tokens past the last offset get one index more."""
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
-def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
-    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels
-    unrotated.
+def scale_and_gain(scale: float | None, rope: Rope | None, head_dim: int) -> tuple[float, float]:
+    """Return the scale of scores, and the factor of q's rotated channels.
+
+    YaRN multiplies the rotated channels of q and of k by its amplitude. If a rope rotates whole heads, both
+    factors go into the scale; otherwise they go into the rotated channels of q.
     """
+    gain = 1.0 if rope is None else rope.amplitude**2
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    return (scale * gain, 1.0) if rope is not None and rope.dim == head_dim else (scale, gain)
+
+
+def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
+    """Return q with its first ``rotated`` channels times ``gain``, which YaRN needs for a partial rope."""
     return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

@@ -1,4 +1,4 @@
-"""Rotary angles that the layers of a model share in a call."""
+"""Rotary angles computed once per call for all layers of a model."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,10 @@ def shared_angles(
     positions: Tensor | Angles | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> list[Angles | None]:
-    """For each of these layers the angles of x's tokens, to be given as its ``positions``; None without a
-    rope.
+    """Return the rotary angles of x's tokens for each layer, to pass as ``positions``; None without rope.
 
-    They are computed once for each rope, not once a layer. ``x`` ``[b, s, m]``, or packed ``[t, m]``, and the
-    rest are what the first layer is called with; ``kv`` is any layer of a step.
+    Layers with the same rope share one computation. Pass the arguments that the first layer is called with:
+    ``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens``. ``kv`` may be any layer of a cache step.
 
     >>> layers = [GroupedQueryAttention(64, 4, mask=CAUSAL, rope=Rope(16)) for _ in range(3)]
     >>> x = torch.randn(2, 9, 64)
@@ -32,8 +31,8 @@ def shared_angles(
     ...     x = x + layer(x, positions=angles)
 
     Raises:
-        TypeError: ``layers`` are no attention layers.
-        ValueError, TypeError: as a layer's forward does for inputs that do not fit.
+        TypeError: ``layers`` is not a sequence of attention layers.
+        ValueError, TypeError: an input does not fit, as in a layer's forward.
     """
     several = isinstance(layers, Sequence | nn.ModuleList)
     if not (several and all(hasattr(layer, "rope") for layer in layers)):
@@ -42,7 +41,7 @@ def shared_angles(
     given = Inputs(kv=kv, positions=positions, cu_seqlens=cu_seqlens)
     for layer in layers[:1]:
         check(x, layer.hidden_size, given, rope=layer.rope, mask=layer.mask, projection=layer.o_proj)
-    made: list[tuple] = []  # no mapping, whose keys a compiler would have to hash
+    made: list[tuple] = []  # not a dict: torch.compile would have to hash its keys
     shared = []
     for layer in layers:
         wanted = layer.rope, layer.context_parallel

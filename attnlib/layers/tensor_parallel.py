@@ -1,10 +1,9 @@
-"""Tensor parallelism: a rank computes its own heads, and what serves all heads gets its gradient from every
-rank.
+"""Tensor parallelism of layers: each rank computes its own heads.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All
-tensors between them are plain and local. Some of these every rank has whole but uses for its own heads alone:
-MLA's rotary key, sinks, the weights of a norm over heads, what scores read. Their gradients are partial on
-each rank, and :func:`joined` sums them.
+tensors between them are plain local tensors. Some tensors are replicated on every rank but used only for the
+rank's own heads: MLA's rotary key, sinks, norm weights, and tensors that score functions read. Their
+gradients are partial on each rank, and :meth:`Share.sum_gradients` sums them.
 """
 
 from math import prod
@@ -15,33 +14,37 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..internal.meshes import check_mesh
+from ..scores import Score
 
-if TYPE_CHECKING:  # importing these takes longer than importing this package
+if TYPE_CHECKING:  # importing these is slower than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
 
-MARK = "_distribute_module_applied"  # what parallelize_module sets on each module whose weights it shards
+MARK = "_distribute_module_applied"  # set by parallelize_module on each module that it shards
 
 
 class Share(NamedTuple):
-    """The query heads of this rank, ``[first, first + count)`` of ``total``, on a mesh that shards them."""
+    """The query heads ``[first, first + count)`` of ``total`` on one rank of a mesh that shards them.
 
-    first: int
-    count: int
-    total: int
-    mesh: "DeviceMesh"
-    shares: tuple[bool, ...]  # by dimension of the mesh: whether it shards them
+    ``Share()`` is for a rank without tensor parallelism: nothing is sliced, and no gradient is summed.
+    """
+
+    first: int = 0
+    count: int = 0
+    total: int = 0
+    mesh: "DeviceMesh | None" = None
+    shares: tuple[bool, ...] = ()  # True for each dimension of the mesh that shards the heads
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
-        """What each rank finds of the gradient of something that serves all heads: a part of the sum."""
+        """The placements of a replicated tensor's gradient: partial on mesh dimensions that shard heads."""
         from torch.distributed.tensor import Partial, Replicate
 
         return tuple(Partial() if shared else Replicate() for shared in self.shares)
 
     def kv_heads(self, total: int) -> tuple[int, int]:
-        """The first of the KV heads that these query heads read, and how many they are, of ``total``.
+        """Return the first of the ``total`` KV heads that these query heads read, and how many they read.
 
         Raises:
             ValueError: the query heads of a KV head are sharded unevenly.
@@ -54,46 +57,111 @@ class Share(NamedTuple):
             )
         return self.first // group, max(1, self.count // group)
 
-    def local(self, x: Tensor) -> Tensor:
-        """This rank's values of x, which has one for each query head, of this rank or of all ``[h]``."""
-        x = x.to_local() if _is_distributed(x) else x
-        return x if x.shape[0] == self.count else joined(x, self).narrow(0, self.first, self.count)
+    def stored_heads(self, local: int, total: int) -> int:
+        """Return how many of ``total`` KV heads this rank stores; ``local`` if its weight is not sharded."""
+        return self.kv_heads(total)[1] if self.shares else local
 
-    def local_kv(self, name: str, x: Tensor, total: int) -> Tensor:
-        """The KV heads of x ``[..., g, d]`` that these query heads read; x has those or all ``total``."""
+    def local_score(self, score: Score) -> Score:
+        """Return the score options with one slope and one sink for each query head of this rank."""
+        if not self.shares:
+            return score
+        return score._replace(**{name: self._local(x) for name, x in score.tensors.items()})
+
+    def _local(self, x: Tensor) -> Tensor:
+        """Return this rank's part of x ``[h]``, which has a value for each query head (local or all)."""
+        x = x.to_local() if _is_distributed(x) else x
+        return x if x.shape[0] == self.count else self.sum_gradients(x).narrow(0, self.first, self.count)
+
+    def local_kv(self, layer: nn.Module, name: str, x: Tensor) -> Tensor:
+        """Return the KV heads that this rank's query heads read, from the output x of projection ``name``.
+
+        Raises:
+            ValueError: x ``[..., g, d]`` has other KV heads than the query heads need.
+        """
+        total, heads = layer.num_kv_heads, x.shape[-2]
+        if not self.shares:
+            if heads != total and share_of(getattr(layer, name), total, heads).shares:
+                raise ValueError(
+                    f"{name}: it is sharded by heads and q_proj is not; shard both, or only q_proj"
+                )
+            return x
         first, count = self.kv_heads(total)
-        if x.shape[-2] == total:  # every rank has projected them
-            return joined(x, self).narrow(-2, first, count)
-        if x.shape[-2] != count:
+        if heads == total:  # every rank has computed all KV heads
+            return self.sum_gradients(x).narrow(-2, first, count)
+        if heads != count:
             raise ValueError(
                 f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all "
-                f"{total}, got {x.shape[-2]}; shard it as q_proj, or not at all"
+                f"{total}, got {heads}; shard it like q_proj, or not at all"
             )
         return x
 
+    def sum_gradients(self, x: Tensor) -> Tensor:
+        """Return ``x``, which is the same on all ranks, with a gradient that is summed over the ranks."""
+        if not (self.shares and x.requires_grad and torch.is_grad_enabled()):
+            return x
+        from torch.distributed.tensor import DTensor, Replicate
 
-def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share | None:
-    """What this rank has of the ``heads`` that ``projection`` makes; None where that is all, or not known.
+        replicated = DTensor.from_local(x, self.mesh, [Replicate()] * len(self.shares))
+        return replicated.to_local(grad_placements=self.of_gradients)
 
-    ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins
-    them before they compute, so only modules count that ``parallelize_module`` has marked.
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return all of ``x``, which may be sharded, with a gradient that is summed over the ranks.
+
+        Raises:
+            NotImplementedError: ``x`` is sharded over another mesh than the heads.
+        """
+        if not _is_distributed(x):
+            return self.sum_gradients(x)
+        if self.shares and x.device_mesh != self.mesh:
+            raise NotImplementedError(
+                f"score: expected tensors that are whole or sharded over {self.mesh} like the heads, got "
+                f"{x.device_mesh}"
+            )
+        return x.full_tensor(grad_placements=self.of_gradients if self.shares else None)
+
+    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Return ``norm(x)`` for this rank's heads ``[..., h, d]``.
+
+        Raises:
+            NotImplementedError: FSDP shards the norm by itself, so that its weights are not gathered yet.
+        """
+        if not self.shares:
+            return norm(x)
+        weights = dict(norm.named_parameters())
+        if any(_is_distributed(w) for w in weights.values()):
+            if not getattr(norm, MARK, False):
+                raise NotImplementedError(
+                    "qk_norm: tensor parallelism needs whole norm weights, but FSDP has sharded the norm "
+                    "itself; call fully_shard on the layer, not on its norms"
+                )
+            return norm(x)  # their gradients are summed by parallelize_module
+        return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
+
+
+ALL_HEADS = Share()
+
+
+def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share:
+    """Return this rank's share of the ``heads`` that ``projection`` computes; ALL_HEADS if it is not sharded.
+
+    ``local_heads`` is the head count of its output. If that is None, the weight decides. FSDP shards weights
+    too, but gathers them before they are used, so only modules marked by ``parallelize_module`` count.
 
     Raises:
-        ValueError: the heads do not divide among the ranks.
+        ValueError: the heads do not divide evenly among the ranks.
     """
     if local_heads == heads or (local_heads is None and not getattr(projection, MARK, False)):
-        return None
+        return ALL_HEADS
     weight = getattr(projection, "weight", None)
     if not _is_distributed(weight):
-        return None
+        return ALL_HEADS
     from torch.distributed.tensor import Shard
 
-    # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is
-    # joined.
+    # type(): FSDP around the layer adds a _StridedShard, which it gathers before the weight is used.
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:
-        return None
+        return ALL_HEADS
     if heads % ranks:
         raise ValueError(
             f"tensor parallelism: expected a number of ranks that divides {heads} heads, got {ranks}"
@@ -105,47 +173,28 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
     return Share(index * count, count, heads, mesh, shares)
 
 
-def joined(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are
-    summed.
+def share_of_context(layer: nn.Module, context: Tensor) -> Share:
+    """Return this rank's share of a grouped layer's query heads if only keys and values are computed.
+
+    If the weight is sharded, q_proj is called with one token: its output shows whether heads are gathered.
     """
-    if share is None or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    replicated = DTensor.from_local(x, share.mesh, [Replicate()] * len(share.shares))
-    return replicated.to_local(grad_placements=share.of_gradients)
-
-
-def whole(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which ranks have alike or sharded and each uses for its own heads, with :func:`joined`
-    gradients.
-
-    Raises:
-        NotImplementedError: it is sharded over another mesh than the heads.
-    """
-    if not _is_distributed(x):
-        return joined(x, share)
-    if share is not None and x.device_mesh != share.mesh:
-        raise NotImplementedError(
-            f"score: expected what it reads whole, or sharded over {share.mesh} like the heads, got "
-            f"{x.device_mesh}"
-        )
-    return x.full_tensor(grad_placements=None if share is None else share.of_gradients)
+    if not share_of(layer.q_proj, layer.num_heads).shares:
+        return ALL_HEADS
+    q = layer.q_proj(context.flatten(0, -2)[:1])
+    return share_of(layer.q_proj, layer.num_heads, q.shape[-1] // layer.head_dim)
 
 
 def plan_of(
     mesh: "DeviceMesh", heads: int, kv_heads: int, columns: tuple[str, ...], of_kv: tuple[str, ...] = ()
 ) -> "dict[str, ParallelStyle]":
-    """How ``parallelize_module`` shares out these projections to the heads, and ``o_proj``, over the ranks of
-    a mesh.
+    """Return the plan for ``parallelize_module`` that shards ``columns`` and ``o_proj`` by heads.
 
-    Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads
-    read.
+    The projections ``of_kv`` are sharded too if the KV heads divide among the ranks. Otherwise every rank
+    computes all KV heads and reads the ones that its query heads need.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: the heads do not divide among the ranks, or the mesh has several dimensions.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: the heads do not divide evenly among the ranks, or the mesh has several dimensions.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -160,30 +209,11 @@ def plan_of(
     return {**{name: ColwiseParallel() for name in columns}, "o_proj": RowwiseParallel()}
 
 
-def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
-    """``norm(x)`` of this rank's heads ``[..., h, d]``.
-
-    Raises:
-        NotImplementedError: FSDP shards the norm by itself, so that its weights are not joined yet.
-    """
-    if share is None:
-        return norm(x)
-    weights = dict(norm.named_parameters())
-    if any(_is_distributed(w) for w in weights.values()):
-        if not getattr(norm, MARK, False):
-            raise NotImplementedError(
-                "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP has "
-                "sharded them; call fully_shard on the layer, not on its norms"
-            )
-        return norm(x)  # parallelize_module sees to their gradients
-    return functional_call(norm, {name: joined(w, share) for name, w in weights.items()}, (x,))
-
-
 def local_weight(module: nn.Module) -> Tensor:
-    """The weight of a module, or this rank's part of it."""
+    """Return the weight of a module, or this rank's shard of it."""
     return module.weight.to_local() if _is_distributed(module.weight) else module.weight
 
 
 def _is_distributed(x: object) -> bool:
-    """Whether x is a DTensor, asked without importing it."""
+    """True if x is a DTensor, without importing DTensor."""
     return hasattr(x, "device_mesh")

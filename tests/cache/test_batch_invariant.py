@@ -69,7 +69,7 @@ def test_a_prompt_is_absorbed_too(monkeypatch):
         cache = cache_of(layer.kv_layout)
         cache.admit()
         monkeypatch.setattr(latent_forms, "varlen_attention_with_lse", None)
-        monkeypatch.setattr(MultiHeadLatentAttention, "_attend_fresh", None)
+        monkeypatch.setattr(MultiHeadLatentAttention, "_attend_tokens", None)
         with cache.step(40) as (kv,):
             if form == "auto":
                 layer(x, kv=kv)

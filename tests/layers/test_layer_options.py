@@ -160,9 +160,9 @@ def test_a_layout_for_autocast():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": "q_proj"}, TypeError, "bias: expected a bool or a tuple of names of projections, got str"),
+        ({"bias": "q_proj"}, TypeError, "bias: expected a bool or a tuple of projection names, got str"),
         ({"bias": ("q",)}, ValueError, "bias: expected a bool or some of q_proj, .* got 'q'"),
-        ({"bias": ("q_proj",), "output_bias": True}, ValueError, "got output_bias=True beside names"),
+        ({"bias": ("q_proj",), "output_bias": True}, ValueError, "got output_bias=True with names"),
         ({"output_bias": 1}, TypeError, "output_bias: expected a bool, got int"),
         ({"temperature": 2.0}, TypeError, "temperature: expected a Temperature or None, got float"),
         ({"norm_after_rope": 1}, TypeError, "norm_after_rope: expected a bool, got int"),

@@ -53,7 +53,9 @@ def test_what_cannot_be_reset_is_named_and_nothing_is_reset(norm, name):
     layer = grouped(qk_norm=True)
     layer.q_norm = norm
     spoil(layer)
-    words = rf"{name}: expected a module with reset_parameters\(\), got Scale with parameters \['gain'\]"
+    words = (
+        rf"{name}: expected a module with reset_parameters\(\), got Scale, which has parameters \['gain'\]"
+    )
     with pytest.raises(TypeError, match=words):
         layer.reset_parameters()
     assert all(spoilt(layer))

@@ -255,7 +255,7 @@ def test_what_is_no_context_parallel_is_refused(make):
 
 
 def test_absorbed_layers_share_no_tokens():
-    refusal = r"context_parallel: its ranks expand .* got form='absorbed'; use form='auto'"
+    refusal = r"context_parallel: expected form='auto' .* got form='absorbed'"
     with pytest.raises(ValueError, match=refusal):
         latent(form="absorbed", context_parallel=Ranks())
     layer = latent(form="absorbed")

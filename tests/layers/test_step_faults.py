@@ -9,11 +9,11 @@ from torch import nn
 
 from attnlib import FULL
 
-PER_SEQUENCE = r"step\(1\) is for as many tokens of each live sequence"
+PER_SEQUENCE = r"step\(1\) takes \[b, s=1, m\], step"
 DENSE = {
     "another batch": (tokens(3, 1), rf"\[b=2, s=1, m=24\] .* got \(3, 1, 24\); {PER_SEQUENCE}"),
     "another count": (tokens(2, 2), rf"\[b=2, s=1, m=24\] .* got \(2, 2, 24\); {PER_SEQUENCE}"),
-    "packed": (tokens(2), r"\[b=2, s=1, m=24\] .* got \(2, 24\); .*step\({handle: n}\) for packed ones"),
+    "packed": (tokens(2), r"\[b=2, s=1, m=24\] .* got \(2, 24\); .*step\({handle: n}\) packed \[t, m\]"),
 }
 PACKED = {
     "another count": (tokens(4), r"\[t=3, m=24\] .* got \(4, 24\)"),

@@ -38,9 +38,9 @@ from attnlib import (
     scores,
     sliding,
 )
-from attnlib.layers.attending import attending
+from attnlib.layers.attending import attention_call
 from attnlib.layers.inputs import Inputs
-from attnlib.layers.tensor_parallel import MARK, Share, share_of
+from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, Share, share_of
 from attnlib.scores import Score
 
 RANKS = 2
@@ -339,14 +339,14 @@ def test_a_call_says_which_head_is_the_first_where_somebody_counts():
     layer, of = grouped(2), Score(1.0)
 
     def asked(**options):
-        return attending(layer, of, Inputs(**options), 2, share(2))
+        return attention_call(layer, of, Inputs(**options), 2, share(2))
 
     assert asked().head == asked(mask=by_key).head == 0
     assert asked(mask=by_key).mask.tiles is not None
     assert asked(mask=by_head).head == 2
     assert asked(mask=by_head).mask.tiles is None  # they were of all heads
-    assert attending(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
-    assert attending(layer, of, Inputs(mask=by_head), HEADS, None).mask.tiles is not None
+    assert attention_call(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
+    assert attention_call(layer, of, Inputs(mask=by_head), HEADS, ALL_HEADS).mask.tiles is not None
     layer.dropout_p = 0.5
     assert asked().head == 2
     assert layer.eval() is layer
@@ -359,7 +359,7 @@ def test_functions_of_heads_that_nobody_knows_are_refused():
         whole = getattr(layer, name)
         setattr(layer, name, nn.Linear(HIDDEN, whole.out_features // 2, bias=False))
     with pytest.raises(
-        ValueError, match=r"q_proj: expected all 4 heads, whose numbers the mask or .* got 2 heads"
+        ValueError, match=r"q_proj: expected all 4 heads, or .* the mask or the score reads .* got 2 heads"
     ):
         layer(torch.randn(1, TOKENS, HIDDEN))
 
@@ -390,9 +390,12 @@ def test_the_share_of_a_rank_is_read_from_its_weight(placements, share):
     heads = 12 if share and all(share[2]) else HEADS
     weight = SimpleNamespace(device_mesh=Grid(), placements=placements)
     found = share_of(SimpleNamespace(weight=weight, **{MARK: True}), heads)
-    assert (found and (found.first, found.count, found.shares)) == share
-    assert share_of(SimpleNamespace(weight=weight), heads) is None  # FSDP's own
-    assert share_of(SimpleNamespace(weight=weight), heads, heads) is None
+    if share is None:
+        assert found is ALL_HEADS
+    else:
+        assert (found.first, found.count, found.shares) == share
+    assert share_of(SimpleNamespace(weight=weight), heads) is ALL_HEADS  # FSDP's own
+    assert share_of(SimpleNamespace(weight=weight), heads, heads) is ALL_HEADS
     assert share_of(SimpleNamespace(weight=weight), heads, heads // 2) == found
 
 

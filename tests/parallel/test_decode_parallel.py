@@ -273,7 +273,7 @@ def refuse(mesh: DeviceMesh) -> None:
     cache = KVCache.paged([layer.kv_layout], **sizes)
     cache.admit()
     with (
-        pytest.raises(ValueError, match="q_proj: expected all 8 heads, or to be sharded"),
+        pytest.raises(ValueError, match="q_proj: expected all 8 heads, or heads sharded"),
         cache.step(1) as (kv,),
     ):
         layer(torch.zeros(1, 1, HIDDEN), kv=kv)
