@@ -1,6 +1,6 @@
 """Write the tree of files in internals.md, and who may import whom: ``python docs/files.py``.
 
-Of each file the tree has the first sentence of its docstring; the table is that of ``tests/rooms.py``.
+Of each file the tree has the first sentence of its docstring; the table is that of ``tests/helpers/rooms.py``.
 """
 
 import ast
@@ -39,7 +39,7 @@ def imports() -> str:
     """Return a row for each room with those that it may import, from top to bottom; values stand for all of
     them.
     """
-    known = runpy.run_path(str(HERE.parent / "tests" / "rooms.py"))
+    known = runpy.run_path(str(HERE.parent / "tests/helpers/rooms.py"))
     values, rooms = known["VALUES"], known["ROOMS"]
     rows = [f"| `{room}` | {_named(rooms[room], values)} |" for room in rooms if room not in values]
     below = (

@@ -71,7 +71,8 @@ for options in {runs}:
     assert pytest.main(["-p", "conftest", "-v", *options]) == 0
     print({END!r})
 """
-    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    here = Path(__file__).parent
+    path = os.pathsep.join((str(here), str(here / "helpers"), os.environ.get("PYTHONPATH", "")))
     asked = {"capture_output": True, "text": True, "check": True, "env": os.environ | {"PYTHONPATH": path}}
     return subprocess.run([sys.executable, "-c", code], cwd=folder, **asked).stdout.split(END)[:-1]
 

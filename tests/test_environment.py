@@ -16,7 +16,7 @@ ROOT = TESTS.parent
 
 
 def run(code: str, *flags: str) -> str:
-    path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "layers")))
+    path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "layers", TESTS / "helpers")))
     command = [sys.executable, *flags, "-c", code]
     kept = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"

@@ -1,7 +1,7 @@
 """The walk over transformers: every class made small, run in every way on ``eager`` and on attnlib's
 attention.
 
-``python tests/integrations/walking.py >tests/integrations/walked.txt`` walks all of them anew, in half an
+``python tests/helpers/walking.py >tests/integrations/walked.txt`` walks all of them anew, in half an
 hour on two cores, and tells on stderr why a way is refused or wrong.
 """
 
