@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cookbook import anchor
 
 import attnlib
+from tests.test_cookbook import anchor
 
 ROOT = Path(__file__).parent.parent
 DOCS, TOOLS = ROOT / "docs", ROOT / "out/docs-tools"
