@@ -1,4 +1,4 @@
-"""Entries of test_fuzz.py for layouts and caches."""
+"""Entries of test_malformed.py for layouts and caches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Entries of test_fuzz.py for layers."""
+"""Entries of test_malformed.py for layers."""
 
 import copy
 from functools import partial

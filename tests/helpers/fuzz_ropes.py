@@ -1,4 +1,4 @@
-"""Entries of test_fuzz.py for masks, ropes and merging."""
+"""Entries of test_malformed.py for masks, ropes and merging."""
 
 import torch
 from fuzz_entries import Entry, a_call, numbers

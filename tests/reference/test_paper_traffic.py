@@ -14,7 +14,7 @@ from attnlib.reference.flash1 import tile_sizes
 from attnlib.reference.formulas import ProblemSizes, TileVisits
 from attnlib.reference.matmul import matmul
 from attnlib.reference.traffic import SlowMemory, Traffic, tiles
-from tests.test_memory import allocations
+from tests.core.test_memory import allocations
 
 VISITING = {
     "flash1": (FORWARD["flash1"], formulas.flash1_forward),

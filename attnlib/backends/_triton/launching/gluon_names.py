@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 GLUON = "triton.experimental.gluon.language"
 HOPPER = f"{GLUON}.nvidia.hopper"
-# By module or class, with the keyword arguments. tests/test_gluon_names.py compares them with the kernels.
+# By module or class, with keyword arguments. launching/test_gluon_names.py compares them with the kernels.
 NAMES = MappingProxyType(
     {
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",

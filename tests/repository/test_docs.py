@@ -13,7 +13,7 @@ from source import CORE, PACKAGE
 
 import attnlib
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(attnlib.__path__, "attnlib.")

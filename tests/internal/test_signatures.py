@@ -41,7 +41,7 @@ from attnlib.internal.signatures import kind
 from attnlib.packing import bounds_of
 from attnlib.parallel import ring_attention
 
-PAGES = sorted((Path(__file__).parent.parent / "docs/api").glob("*.md"))
+PAGES = sorted((Path(__file__).parents[2] / "docs/api").glob("*.md"))
 ENTRY = re.compile(
     r"^\.\. (currentmodule|autofunction|autoclass):: ([\w.]+)(.*)\n(?:   :members:(.*)$)?", re.MULTILINE
 )

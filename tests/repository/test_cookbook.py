@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-PAGES = Path(__file__).parent.parent / "docs/cookbook"
+PAGES = Path(__file__).parents[2] / "docs/cookbook"
 NUMBERS = count()
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

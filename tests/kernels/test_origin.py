@@ -9,7 +9,7 @@ from attnlib import CAUSAL, Mask
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its tensors are on a CPU; set TRITON_INTERPRET=1")
 
 
-# Few of the cases of tests/test_origin.py, since each takes seconds under the interpreter.
+# Few of the cases of tests/call/test_origin.py, since each takes seconds under the interpreter.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(3, 2), Mask(None, -1, prefix=6)], ids=str)
 @pytest.mark.parametrize("options", ["alibi and softcap", "dropout"])

@@ -11,12 +11,12 @@ from helpers import assert_same_bits
 
 from attnlib import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 
 
 def run(code: str, *flags: str) -> str:
-    path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "layers", TESTS / "helpers")))
+    path = os.pathsep.join(map(str, (ROOT, TESTS / "helpers")))
     command = [sys.executable, *flags, "-c", code]
     kept = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
@@ -34,8 +34,8 @@ import warnings
 warnings.simplefilter("ignore")
 from attnlib import CAUSAL, MultiHeadLatentAttention
 from layer_helpers import HIDDEN, SIZES
-from test_faults import REFUSED
-from test_layer_faults import CONSTRUCTION
+from tests.call.test_call import REFUSED
+from tests.layers.test_inputs import CONSTRUCTION
 calls = [(name, run, error) for name, (run, error, words) in REFUSED.items()]
 for name, (kind, options, error, words) in CONSTRUCTION.items():
     sizes = SIZES if kind is MultiHeadLatentAttention else {}

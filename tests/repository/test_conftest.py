@@ -71,7 +71,7 @@ for options in {runs}:
     assert pytest.main(["-p", "conftest", "-v", *options]) == 0
     print({END!r})
 """
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     path = os.pathsep.join((str(here), str(here / "helpers"), os.environ.get("PYTHONPATH", "")))
     asked = {"capture_output": True, "text": True, "check": True, "env": os.environ | {"PYTHONPATH": path}}
     return subprocess.run([sys.executable, "-c", code], cwd=folder, **asked).stdout.split(END)[:-1]
@@ -130,7 +130,7 @@ def test_a_wrong_share_is_refused():
 
 def test_what_is_left_to_slow_runs_is_listed():
     """Tests marked so by themselves; properties, which are all so, aside."""
-    here, found = Path(__file__).parent, set()
+    here, found = Path(__file__).parents[1], set()
     for path in here.rglob("test_*.py"):
         tree = ast.parse(path.read_text())
         shares = {target.id for x in tree.body if isinstance(x, ast.Assign) and "mark.slow" in ast.unparse(x)

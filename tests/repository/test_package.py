@@ -13,7 +13,7 @@ import pytest
 
 import attnlib
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 VERSION = attnlib.__version__
 SHIPPED = ("attnlib", "tests", "docs", "examples")
 BESIDE = {

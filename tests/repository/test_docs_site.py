@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import attnlib
-from tests.test_cookbook import anchor
+from tests.repository.test_cookbook import anchor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS, TOOLS = ROOT / "docs", ROOT / "out/docs-tools"
 PAGES = sorted(DOCS.rglob("*.md"))
 REFERENCE = [
@@ -36,7 +36,7 @@ OPEN = (
     "integrations.transformers",
 )
 # The blocks of these run in other files of tests.
-ELSEWHERE = re.findall(r'"(docs/\S+\.md)"', (ROOT / "tests/test_docs.py").read_text())
+ELSEWHERE = re.findall(r'"(docs/\S+\.md)"', (ROOT / "tests/repository/test_docs.py").read_text())
 
 
 def entries(text: str) -> list[tuple[str, str]]:
