@@ -5,6 +5,7 @@ both.
 from collections import Counter
 from itertools import count
 
+import pytest
 import torch
 
 from attnlib import KVCache, KVLayout
@@ -241,3 +242,34 @@ class Twin:
 
 class Abort(Exception):
     """What a failing step body raises."""
+
+
+PLAIN = KVLayout.grouped(2, 3)
+
+
+def paged(*layouts, **sizes) -> Twin:
+    sizes = {"pages": 16, "page_size": 4, "max_sequences": 4, **sizes}
+    return Twin(KVCache.paged(layouts or LAYERS, **sizes))
+
+
+def contiguous(*layouts, **sizes) -> Twin:
+    return Twin(KVCache.contiguous(layouts or LAYERS, **{"max_sequences": 4, "max_length": 12, **sizes}))
+
+
+def planes(twin: Twin) -> list[torch.Tensor]:
+    """The bytes of every plane, to compare NaN and all."""
+    layers = twin.cache._layers
+    return [plane.clone().view(torch.uint8) for layer in layers for plane in layer.planes.values()]
+
+
+def refused(twin: Twin, error, call, match: str = "") -> None:
+    """The call raises, and neither the host's state nor a byte of the planes changes."""
+    before, stored = state(twin.cache), planes(twin)
+    with pytest.raises(error, match=match):
+        call()
+    assert state(twin.cache) == before
+    assert all(map(torch.equal, planes(twin), stored))
+    twin.check()
+
+
+both = pytest.mark.parametrize("make", [paged, contiguous])

@@ -345,3 +345,12 @@ SCORES = MappingProxyType(
         "strided": Case(lambda score, b, h, i, j, t: score + t[b, j], (lambda: floats(2, 40)[:, ::2],)),
     }
 )
+
+# The indices of two sequences, four heads, seven queries and nine keys, which broadcast to all pairs.
+AT = {
+    "b": torch.arange(2)[:, None, None, None],
+    "h": torch.arange(4)[:, None, None],
+    "i": torch.arange(-3, 4)[:, None],
+    "j": torch.arange(9),
+    "first": torch.tensor(3),
+}

@@ -1,4 +1,4 @@
-"""From functions to programs: what they say, what is refused and how, and what torch makes of their steps."""
+"""Tracing a function of indices: what is refused, with the line that did it, and compiled functions."""
 
 import math
 from contextlib import suppress
@@ -7,141 +7,14 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from program_cases import MASKS, SCORES, Tile, program_of
 from torch import Tensor
 
 from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
 from attnlib.backends._torch.programs import differentiated
 from attnlib.tracing.derivative import derivative
-from attnlib.tracing.evaluation import evaluated
-from attnlib.tracing.program import INDICES, CapturedKind, Program, Steps, Value
 from attnlib.tracing.trace import traced
 
 DOCUMENT = torch.zeros(2, 9, dtype=torch.int32)
-TABLE, GAIN = torch.randn(4, 9).double(), torch.tensor(1.3).double()
-AT = {
-    "b": torch.arange(2)[:, None, None, None],
-    "h": torch.arange(4)[:, None, None],
-    "i": torch.arange(-3, 4)[:, None],
-    "j": torch.arange(9),
-    "first": torch.tensor(3),
-}
-
-
-def given(function, *tensors, score=None):
-    """What a program gives of all pairs, and what the function gives when called with them."""
-    program = traced("mask" if score is None else "score", function, tensors)
-    inputs = AT if score is None else {"score": score} | AT
-    ours = evaluated(program, inputs, [x for x in tensors if x is not FIRST_QUERY], torch.float64)
-    return ours, function(*(x for name, x in inputs.items() if name != "first"), *tensors)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda b, h, i, j: i // 3 == j % 4,
-        lambda b, h, i, j: (i - 5) // -3 < (i - 7) % -4,
-        lambda b, h, i, j: ~(i > j) | (i != h) & (b >= 1),
-        lambda b, h, i, j: abs(i) <= -(1 - j),
-        lambda b, h, i, j: torch.where(i > 0, i, j) > 2,
-        lambda b, h, i, j: torch.where(i > 0, i > j, b == 0),
-        lambda b, h, i, j: torch.minimum(i, j).eq(torch.maximum(i, h)),
-        lambda b, h, i, j: i.clamp(0, 3) + j.clamp(max=4) == torch.clamp(h, min=2) + j.clamp_min(1),
-        lambda b, h, i, j: torch.logical_not(torch.logical_and(i > 0, j > 0)),
-        lambda b, h, i, j: (i / 2).to(torch.int64) * 2 == i,
-        lambda b, h, i, j: (j * 0.5).int() + (i > 0) == torch.div(j, 2, rounding_mode="floor"),
-        lambda b, h, i, j: 3 - i > 7 - 2 * j,
-        lambda b, h, i, j: (j > 3).float() * 1.5 + 0.25 > i.float().exp(),
-    ],
-)
-def test_a_mask_gives_what_its_function_gives(function):
-    ours, theirs = given(function)
-    assert torch.equal(*torch.broadcast_tensors(ours, theirs))
-
-
-@pytest.mark.parametrize(
-    ("function", "tensors"),
-    [
-        (lambda s, b, h, i, j, t: s + t[h, j], (TABLE,)),
-
-        (lambda s, b, h, i, j, t, g: torch.where(i > j, s * g + t[h, j].exp(), -s.tanh() / t[b, j]), (TABLE, GAIN)),
-        (lambda s, b, h, i, j, t: (s * s + 1).log() * t[b, 0] - (s - 1).abs() + s % 0.7, (TABLE,)),
-        (lambda s, b, h, i, j, t: torch.maximum(s, t[h, 0]) + s.minimum(t[h, j]) * s.clamp(-0.3, 0.4), (TABLE,)),
-        (lambda s, b, h, i, j: (i * 1.5).double(), ()),
-        (lambda s, b, h, i, j, t: 3 - t[b, j] / s - (-s) + s.float(), (DOCUMENT,)),
-        (lambda s, b, h, i, j, t: s * t[b, j].double() + t[0, 0], (TABLE,)),
-    ],
-)  # fmt: skip
-def test_a_score_and_its_derivative_are_torchs(function, tensors):
-    score, d = (torch.randn(2, 4, 7, 9, dtype=torch.float64) for _ in "12")
-    leaves = [x.clone().requires_grad_() for x in (score, *tensors) if x.is_floating_point()]
-    reading = iter(leaves[1:])
-    ours, theirs = given(
-        function, *(next(reading) if x.is_floating_point() else x for x in tensors), score=leaves[0]
-    )
-    torch.testing.assert_close(*torch.broadcast_tensors(ours, theirs))
-    options = {"allow_unused": True, "materialize_grads": True}
-    wanted = (
-        torch.autograd.grad(theirs.broadcast_to(d.shape), leaves, d, **options)
-        if theirs.requires_grad
-        else None
-    )
-    grads = torch.zeros(sum(x.numel() for x in leaves[1:]), dtype=torch.float64)
-    by = derivative(traced("score", function, tensors))
-    by_score = differentiated(by, d, None, {"score": score} | AT, tensors, grads)
-    wanted = [torch.zeros_like(x) for x in leaves] if wanted is None else wanted
-    torch.testing.assert_close(by_score, wanted[0])
-    torch.testing.assert_close(grads, torch.cat([grads[:0], *(x.flatten() for x in wanted[1:])]))
-
-
-class Given:
-    """A table, or FIRST_QUERY's, as a function is given it for one pair: floats are widened, indices
-    clamped.
-    """
-
-    def __init__(self, x: Tensor, wide: torch.dtype):
-        self.x = x.to(wide) if x.is_floating_point() else x
-
-    def __getitem__(self, at: object) -> Tensor:
-        at = at if isinstance(at, tuple) else (at,)
-        sizes = zip(at, self.x.shape, strict=True)
-        return self.x[tuple(n if isinstance(n, int) else n.clamp(0, size - 1) for n, size in sizes)]
-
-
-def by_pairs(case, arguments, tile, score=None):
-    """Call a function once per pair, with 0-dimensional tensors."""
-    wide, first = torch.float32 if score is None else score.dtype, torch.tensor(tile.first)
-    given = [
-        Given(first.expand(8), wide) if x is FIRST_QUERY else Given(x, wide) if x.dim() else x.to(wide)
-        if x.is_floating_point() else x for x in arguments
-    ]  # fmt: skip
-    own = torch.tensor(tile.b), torch.tensor(tile.h)
-    found = [
-        function_of_pair(case.function, own, i, j, given, () if score is None else (score[m, n],))
-        for m, i in enumerate(tile.i) for n, j in enumerate(tile.j)
-    ]  # fmt: skip
-    return torch.stack(found).view(len(tile.i), len(tile.j))
-
-
-def function_of_pair(function, own, i, j, given, score):
-    return torch.as_tensor(function(*score, *own, torch.tensor(i), torch.tensor(j), *given))
-
-
-SMALL_TILE = Tile(i=range(-2, 9), j=range(-1, 12))
-
-
-@pytest.mark.parametrize(("name", "case"), [*MASKS.items(), *SCORES.items()])
-def test_a_program_gives_what_its_function_gives_of_each_pair(name, case):
-    """In torch's meaning for 0-dimensional tensors, which no broadcasting changes."""
-    arguments, (b, h, i, j) = case.arguments(), SMALL_TILE.indices()
-    inputs = {"b": b, "h": h, "i": i, "j": j, "first": torch.tensor(SMALL_TILE.first)}
-    score = None if case in MASKS.values() else torch.randn(len(SMALL_TILE.i), len(SMALL_TILE.j))
-    program = program_of("mask" if score is None else "score", case, arguments)
-    inputs |= {} if score is None else {"score": score}
-    ours = evaluated(program, inputs, [x for x in arguments if x is not FIRST_QUERY])
-    theirs = by_pairs(case, arguments, SMALL_TILE, score)
-    assert score is not None or theirs.dtype == torch.bool
-    torch.testing.assert_close(ours.broadcast_to(theirs.shape), theirs.to(ours.dtype), equal_nan=True)
 
 
 def test_of_two_equal_numbers_each_has_half_and_a_clamped_one_has_all():
@@ -165,34 +38,6 @@ def test_of_two_equal_numbers_each_has_half_and_a_clamped_one_has_all():
             torch.zeros(2),
         )
         assert torch.equal(ours, wanted)
-
-
-def test_indices_are_clamped_and_a_divisor_of_zero_is_one():
-    program = traced("mask", lambda b, h, i, j: (i // h == i) & (i % h == 0), ())
-    assert evaluated(program, AT, [], torch.float32)[0].all()
-    program = traced("mask", lambda b, h, i, j, t: t[i, j * 5] == 8, (torch.arange(9).view(1, 9),))
-    seen = evaluated(program, AT, [torch.arange(9).view(1, 9)], torch.float32)
-    assert torch.equal(seen, (AT["j"] * 5 >= 8).expand(7, 9))
-
-
-def test_a_program_is_its_text():
-    steps = Steps(INDICES, [CapturedKind("float", 1)])
-    x = steps.add("mul", steps.load(0, Value("h")), -2.5)
-    y = steps.where(steps.add("lt", Value("i"), -3), x, float("-inf"))
-    program = steps.program("score", steps.add("add", y, steps.add("mul", Value("j"), 1e-30)))
-    assert Program(program.text).parsed == steps.parsed(program.parsed.result)
-    assert "\n" not in program.text  # torch.compile quotes an operator's arguments in comments of a line
-    assert str(program).splitlines()[-1] == "    return x5"
-    assert Program("def mask(b, h, i, j, first): return True").parsed.result is True
-    assert traced("mask", lambda b, h, i, j: i == j, ()) == traced("mask", lambda w, x, y, z: y == z, ())
-
-
-def test_what_is_computed_twice_is_one_step():
-    program = traced("mask", lambda b, h, i, j: ((i - j) > 2) | ((i - j) < 0), ())
-    assert [step.operation for step in program.parsed.steps] == ["sub", "gt", "lt", "logical_or"]
-    assert traced("mask", lambda b, h, i, j: (1 == True) & (i < 1.0), ()) != traced(
-        "mask", lambda b, h, i, j: i < 1, ()
-    )
 
 
 SMALL, ARRAY = torch.zeros(9, dtype=torch.uint8), np.zeros(9)
@@ -501,36 +346,6 @@ def test_what_does_not_fit_a_call_is_refused():
         call(CAUSAL, score=lambda *x: 0)
     with pytest.raises(TypeError, match="mask: expected a Mask"):
         call(lambda *x: True)
-
-
-LAST = torch.tensor([[1, 2, 3], [4, 5, 6]])
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_a_constant_index_below_0_counts_from_the_end(backend):
-    """As in torch, and in tensors of any size that the function is given later."""
-    q = torch.randn(1, 6, 2, 8)
-    last = mask_mod(lambda b, h, i, j, x: j < x[-1, -1], LAST)
-    for mask, keys in ((last, 6), (last.reading([LAST[:1]]), 3)):
-        fewer = mask_mod(lambda b, h, i, j, keys=keys: j < keys)
-        ours, theirs = (attention(q, q, q, mask=x, backend=backend) for x in (mask, fewer))
-        assert torch.equal(ours, theirs)
-    with pytest.raises(
-        ValueError, match=r"tensor 0 of a function: expected a larger one, got \(1, 2\).*at 2 in"
-    ):
-        call(mask_mod(lambda b, h, i, j, x: x[0, 2] > j, LAST).reading([LAST[:1, :2]]))
-
-
-def test_an_index_outside_is_an_error_where_checks_are_on(monkeypatch):
-    short = mask_mod(lambda b, h, i, j, x: x[j] > 0, torch.ones(3))
-    call(CAUSAL & short)
-    monkeypatch.setenv("ATTNLIB_CHECK", "1")
-    with pytest.raises(IndexError, match=r"t0: expected indices in \[0, 3\) of dimension 0, got 3"):
-        call(CAUSAL & short)
-    before = score_mod(lambda s, b, h, i, j, x: s + x[i - j], torch.ones(5))
-    call(CAUSAL, score=before)  # a hidden pair may read anywhere
-    with pytest.raises(IndexError, match="got -1"):
-        call(~CAUSAL, score=before)
 
 
 def test_compiled_functions_are_one_graph():

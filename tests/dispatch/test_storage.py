@@ -1,0 +1,29 @@
+"""What a cache asks of a device: writing tokens to slots, and copying pages."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from attnlib import (
+    KVLayout,
+    KVView,
+)
+from attnlib.dispatch.storage import write_cache
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_86_slot_minus_one_is_skipped(contiguous):
+    pool = torch.zeros(3, 4, 2, 8)
+    pool = pool if contiguous else pool.transpose(1, 2).contiguous().transpose(1, 2)
+    view = KVView(KVLayout.grouped(2, 8), 4, pool, pool.clone(), ints(0)[None], ints(0), ints(0))
+    k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    write_cache(view, k, v, torch.tensor([-1, 5, -1, 2]))
+    write_cache(view, k, v, torch.full((4,), -1))
+    for plane, new in ((view.k, k), (view.v, v)):
+        rows = plane.flatten(0, 1)
+        assert_same_bits((rows[5], new[1]), (rows[2], new[3]))
+        assert (rows[[0, 1, 3, 4, *range(6, 12)]] == 0).all()
