@@ -8,7 +8,7 @@ from attnlib import (
     KVLayout,
     KVView,
 )
-from attnlib.dispatch.storage import write_cache
+from attnlib.dispatch.storage import copy_pages, write_cache
 
 
 def ints(*values):
@@ -27,3 +27,20 @@ def test_86_slot_minus_one_is_skipped(contiguous):
         rows = plane.flatten(0, 1)
         assert_same_bits((rows[5], new[1]), (rows[2], new[3]))
         assert (rows[[0, 1, 3, 4, *range(6, 12)]] == 0).all()
+
+
+@pytest.mark.parametrize("store", [None, torch.int8])
+@pytest.mark.parametrize("latent", [False, True])
+def test_copied_pages_are_whole(latent, store):
+    """Every plane and scale, bit for bit, and no other page."""
+    layout = KVLayout.latent(8, 4, store=store) if latent else KVLayout.grouped(2, 8, 5, store=store)
+    planes = {
+        name: torch.randint(-99, 99, (6, 4, heads, *((width,) if width else ()))).to(dtype)
+        for name, (heads, width, dtype) in layout.planes.items()
+    }
+    before = {name: plane.clone() for name, plane in planes.items()}
+    shared = {"v": planes["k"], "v_scale": planes.get("k_scale")} if latent else {}
+    view = KVView(layout, 4, **planes | shared, table=ints(0)[None], starts=ints(0), lengths=ints(0))
+    copy_pages(view, [(1, 4), (1, 0), (5, 2)])
+    for name, plane in planes.items():
+        assert torch.equal(plane, before[name][[1, 1, 5, 3, 1, 5]]), name

@@ -1,4 +1,4 @@
-"""Rotating by angles: each token by its own, rounded once, as transformers and DeepSeek do; and what is refused."""
+"""Rotating by angles: each token by its own, rounded once, as transformers and DeepSeek do; refusals."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Programs: two functions of one text are one, a step is computed once, constant indices count from the end."""
+"""Programs: equal text is equal, a step is computed once, and constant indices may count from the end."""
 
 import pytest
 import torch
