@@ -12,10 +12,14 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
+from attnlib.backends._triton.decode import operators as cached
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends.operators import flat_over_view
+from attnlib.call.call import Call as Attention
+from attnlib.call.call import checked
 from attnlib.dispatch.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
@@ -241,3 +245,10 @@ def plan_for(
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if is_split else 0)
     planned.cache_clear()
+
+
+def kernel(call: Call) -> str:
+    """The name of the kernel that runs a call."""
+    asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
+    plan = cached.cached_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
+    return plan.decode.kernel.__name__
