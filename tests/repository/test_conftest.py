@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import slow_tests
 from shares import covering, is_of_share
 
 PROPERTIES = """
@@ -130,14 +131,46 @@ def test_a_wrong_share_is_refused():
 
 def test_what_is_left_to_slow_runs_is_listed():
     """Tests marked so by themselves; properties, which are all so, aside."""
-    here, found = Path(__file__).parents[1], set()
-    for path in here.rglob("test_*.py"):
-        tree = ast.parse(path.read_text())
-        shares = {target.id for x in tree.body if isinstance(x, ast.Assign) and "mark.slow" in ast.unparse(x)
-                  for target in x.targets if isinstance(target, ast.Name)} - {"CASES"}  # fmt: skip
-        for test in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
-            marks = " ".join(map(ast.unparse, test.decorator_list))
-            if {"covering", "slow", *shares} & {*re.findall(r"\w+", marks)}:
-                found.add(f"{path.relative_to(here).as_posix()}::{test.name}")
-    listed = re.findall(r"^\| `(\S+)`", (here / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(found)
+    page = slow_tests.PAGE.read_text()
+    assert slow_tests.written(page) == page, "python tests/helpers/slow_tests.py writes the table anew"
+
+
+MARKS = """
+@pytest.mark.slow
+def test_all(): pass
+
+@pytest.mark.covering(2)
+def test_pairs(a, b, c): pass
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_one_case(a, b): pass
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(9)])
+def test_a_loop(n): pass
+
+CASES = [pytest.param(1, marks=pytest.mark.slow), 2]
+
+def cases():
+    return [pytest.param(1, marks=pytest.mark.slow), 2]
+
+@pytest.mark.parametrize("n", CASES)
+def test_of_a_list(n): pass
+
+@pytest.mark.parametrize("n", cases())
+def test_of_a_function(n): pass
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_none(n): pass
+"""
+
+
+def test_every_way_to_mark_a_slow_test_is_listed():
+    assert [*slow_tests.slow_of(ast.parse(MARKS))] == [
+        ("::test_all", "nothing"),
+        ("::test_pairs", "a few cases, which hold every pair of values"),
+        ("::test_one_case", "all but a, b = 3, 4"),
+        ("::test_a_loop", "some values of n"),
+        ("::test_of_a_list", "some values of n"),
+        ("::test_of_a_function", "some values of n"),
+    ]
+    assert [*slow_tests.slow_of(ast.parse(f"pytestmark = pytest.mark.slow\n{MARKS}"))] == [("", "nothing")]
