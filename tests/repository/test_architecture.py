@@ -9,10 +9,11 @@ import sys
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise, takewhile
+from pathlib import Path
 
 import pytest
 import torch
-from rooms import BACKENDS, ORDER, ROOMS, VALUES
+from rooms import BACKENDS, FAMILIES, ORDER, ROOMS, VALUES
 from source import PACKAGE, ROOT, Source
 from source_state import holds, private_names, stores
 
@@ -28,6 +29,9 @@ KEEPERS = (
     {"call/spec.py"},
     {"internal/probes.py"},
 )
+# The folders of modules that each have a test file of their name; of the root it is in tests/root.
+TESTS = Path(__file__).resolve().parents[1]
+MIRRORED = {"call", "dispatch", "cache", "layers", "masks", "tracing", "rope", "root"}
 # Each behind a trial on first use, or a guard of what the name is needed for.
 PRIVATE = {
     "internal/watched.py": "asks whether anybody follows operators",
@@ -245,6 +249,31 @@ def test_nothing_of_a_test_is_shipped():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found = {name.split(".")[0] for name in names} & {"unittest", "pytest", "hypothesis"}
             assert not found, f"{source.path} imports {found}"
+
+
+def file_that_tests(source: Source) -> Path | None:
+    """The file that tests this module; None for a folder's ``__init__``, and where several share a file."""
+    *folders, name = source.parts
+    folder = "/".join(folders) or "root"
+    return (
+        None
+        if name == "__init__" or folder.partition("/")[0] not in MIRRORED
+        else TESTS / folder / f"test_{name.strip('_')}.py"
+    )
+
+
+def test_every_module_has_a_test_file_of_its_name():
+    files = [file for source in PACKAGE if (file := file_that_tests(source))]
+    files += [TESTS / f"kernels/hopper/test_{family}.py" for family in FAMILIES]
+    missing = [file.relative_to(TESTS).as_posix() for file in files if not file.exists()]
+    assert not missing, f"write {missing}, or move tests there"
+    assert {file.relative_to(TESTS).parts[0] for file in files} == {*MIRRORED, "kernels"}
+
+
+def test_nothing_lies_loose_among_the_folders_of_tests():
+    assert {file.name for file in TESTS.iterdir() if file.is_file()} == {"README.md", "conftest.py"}
+    helping = {file.stem for file in (TESTS / "helpers").iterdir() if file.stem.startswith("test_")}
+    assert not helping, f"no tests among the helpers: {helping}"
 
 
 def test_the_exports():
