@@ -5,12 +5,10 @@ import torch
 
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, explain, mask_mod, sliding, varlen_attention
 
-NO_TENSOR = {"mask": CAUSAL}
-
 
 def spec_of(batch: int = 2, s: int = 5, t: int = 5, *, function=attention, grad: bool = False, **options):
     q, k = torch.randn(batch, s, 4, 8, requires_grad=grad), torch.randn(batch, t, 2, 8)
-    return explain(function, q, k, k, **NO_TENSOR | options).spec
+    return explain(function, q, k, k, **{"mask": CAUSAL} | options).spec
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 17, 17), (2, 1, 40), (2, 0, 0)])

@@ -1,4 +1,4 @@
-"""Positions of a layer's tokens: shifted, left out or computed before; ropes that need a length."""
+"""Positions of a layer's tokens: shifted, left out or computed before, and none without a rope."""
 
 import pytest
 import torch
