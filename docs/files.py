@@ -1,6 +1,6 @@
 """Write the file tree and the import table of internals.md: ``python docs/files.py``.
 
-The tree quotes the first sentence of each file's docstring; the table comes from ``tests/rooms.py``.
+The tree quotes the first sentence of each file's docstring; the table comes from ``tests/helpers/rooms.py``.
 """
 
 import ast
@@ -40,7 +40,7 @@ def imports() -> str:
 
     Rooms are sorted from top to bottom. "values" stands for all rooms of values.
     """
-    known = runpy.run_path(str(HERE.parent / "tests" / "rooms.py"))
+    known = runpy.run_path(str(HERE.parent / "tests/helpers/rooms.py"))
     values, rooms = known["VALUES"], known["ROOMS"]
     rows = [f"| `{room}` | {_named(rooms[room], values)} |" for room in rooms if room not in values]
     below = (

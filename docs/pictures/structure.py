@@ -96,8 +96,8 @@ def svg(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         'font-family="system-ui, sans-serif" font-size="14">',
         f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
-        f'<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
-        f'<path d="M0 0L8 4L0 8z" fill="{QUIET}"/></marker>',
+        '<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" '
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{QUIET}"/></marker>',
         *(line for arrow in arrows for line in _arrow(placed[arrow.start], placed[arrow.stop], arrow.label)),
         *(line for box in placed.values() for line in _box(box)),
         "</svg>",
@@ -109,7 +109,8 @@ def _box(box: Box) -> list[str]:
     (x, y), middle = box.corner, box.corner[0] + WIDTH / 2
     texts = ((box.name, INK, "bold"), (box.text, INK, "normal"), (box.file, QUIET, "normal"))
     return [
-        f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{FILL}" stroke="{QUIET}"/>',
+        f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{FILL}" '
+        f'stroke="{QUIET}"/>',
         *(
             f'<text x="{middle:g}" y="{y + 24 + n * LINE:g}" text-anchor="middle" fill="{color}" '
             f'font-weight="{weight}" font-size="{12 if text == box.file else 14}">{escape(text)}</text>'

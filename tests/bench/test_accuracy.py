@@ -1,9 +1,9 @@
 """The table of what a byte a value costs."""
 
-import accuracy
 import torch
 
 from attnlib import KVLayout
+from tests.bench import accuracy
 
 
 def test_errors_are_those_of_the_formats(monkeypatch):

@@ -1,6 +1,6 @@
 """The table of what fp8 inputs cost."""
 
-import fp8_accuracy
+from tests.bench import fp8_accuracy
 
 
 def test_a_rotation_spares_what_outliers_cost(monkeypatch):

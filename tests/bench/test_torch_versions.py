@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-import torch_versions
+
+from tests.bench import torch_versions
 
 
 def test_it_runs_under_two_interpreters(capsys):

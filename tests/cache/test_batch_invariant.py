@@ -7,7 +7,6 @@ import torch
 from helpers import assert_same_bits
 
 from attnlib import CAUSAL, KVCache, KVLayout, MultiHeadLatentAttention, cached_attention, explain
-from attnlib.cache.buffer import split_size_of
 from attnlib.layers import latent_forms
 
 LAYOUT = KVLayout.grouped(2, 8)
@@ -44,10 +43,6 @@ def test_what_is_refused():
         cache_of(shared_prefixes=1)
     with pytest.raises(TypeError, match="batch_invariant: expected a bool, got int"):
         KVCache.contiguous([LAYOUT], max_sequences=1, max_length=4, batch_invariant=1)
-
-
-def test_splits_are_few_and_follow_the_longest_sequence():
-    assert [split_size_of(n) for n in (1, 1024, 16384, 16385, 1 << 20)] == [1024, 1024, 1024, 2048, 65536]
 
 
 @torch.no_grad()

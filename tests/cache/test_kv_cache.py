@@ -5,153 +5,22 @@ from unittest import mock
 
 import pytest
 import torch
-from cache_model import LAYERS, Abort, Twin, append_all, content, state, stored
+from cache_model import (
+    PLAIN,
+    Abort,
+    append_all,
+    both,
+    contiguous,
+    paged,
+    planes,
+    refused,
+    state,
+    stored,
+)
 
 from attnlib import CacheFullError, KVCache, KVLayout
 from attnlib.cache import layer_cache, layers
 from attnlib.cache.pages import Handle
-
-PLAIN = KVLayout.grouped(2, 3)
-
-
-def paged(*layouts, **sizes) -> Twin:
-    sizes = {"pages": 16, "page_size": 4, "max_sequences": 4, **sizes}
-    return Twin(KVCache.paged(layouts or LAYERS, **sizes))
-
-
-def contiguous(*layouts, **sizes) -> Twin:
-    return Twin(KVCache.contiguous(layouts or LAYERS, **{"max_sequences": 4, "max_length": 12, **sizes}))
-
-
-def planes(twin: Twin) -> list[torch.Tensor]:
-    """The bytes of every plane, to compare NaN and all."""
-    layers = twin.cache._layers
-    return [plane.clone().view(torch.uint8) for layer in layers for plane in layer.planes.values()]
-
-
-def refused(twin: Twin, error, call, match: str = "") -> None:
-    """The call raises, and neither the host's state nor a byte of the planes changes."""
-    before, stored = state(twin.cache), planes(twin)
-    with pytest.raises(error, match=match):
-        call()
-    assert state(twin.cache) == before
-    assert all(map(torch.equal, planes(twin), stored))
-    twin.check()
-
-
-both = pytest.mark.parametrize("make", [paged, contiguous])
-
-
-@both
-def test_the_same_layers_and_the_same_memory_at_every_step(make):
-    twin = make()
-    first, second, third = twin.admit(3)
-    tensors: dict[str, set] = {}
-    steps = [2, 1, {first: 3}, {second: 1, first: 1}, 1, {third: 2, second: 1, first: 0}]
-    with twin.cache.step(0) as layers:
-        pass
-    for tokens in steps:
-        _, numbers = twin.draw(tokens)
-        with twin.cache.step(tokens) as again:
-            assert len(again) == len(layers)
-            assert all(a is b for a, b in zip(again, layers, strict=True))
-            for i, view in enumerate(append_all(again, numbers)):
-                assert view.positions is again[i].positions
-                names = {"table": view.table, "starts": view.starts, "lengths": view.lengths}
-                names |= {"positions": view.positions, "slots": again[i]._slots}
-                names |= {"cu_seqlens_q": view.cu_seqlens_q} if isinstance(tokens, dict) else {}
-                names |= {plane: getattr(view, plane) for plane in ("k", "v")}
-                for name, tensor in names.items():
-                    by_window = {
-                        "table": view.layout.window,
-                        "starts": view.layout.window,
-                        "slots": view.layout.window,
-                    }
-                    key = f"{name} {i if name in 'kv' else by_window.get(name)}"
-                    tensors.setdefault(key, set()).add(tensor.data_ptr())
-                    assert tensor.dtype == {"slots": torch.int64, "k": torch.float32, "v": torch.float32}.get(
-                        name, torch.int32
-                    )
-    assert len(tensors) == 3 * 3 + 3 + 2 * len(layers)
-    assert all(len(addresses) == 1 for addresses in tensors.values())
-
-
-@both
-def test_rows_follow_the_order_of_the_step(make):
-    twin = make()
-    first, second, third = twin.admit(3)
-    twin.step({first: 1, second: 2, third: 3})
-    with twin.cache.read({third: 1, first: 2}) as layers:
-        assert layers[0].view().lengths.tolist() == [3, 1]
-        assert layers[0].view().cu_seqlens_q.tolist() == [0, 1, 3]
-    twin.release(second)
-    (fourth,) = twin.admit()
-    twin.step(1)
-    with twin.cache.read(5) as layers:
-        assert layers[0].view().lengths.tolist() == [2, 4, 1]
-        assert layers[0].view().cu_seqlens_q is None
-    assert twin.cache.length(fourth) == 1
-
-
-def test_prefill_and_history():
-    twin = paged(pages=64, page_size=16, max_sequences=2)
-    first, second = twin.admit(2)
-    seen = []
-    for tokens in (1, 16, 17, {first: 1, second: 17}, {first: 1}, {second: 17}):
-        before = max(
-            len(twin.model[handle]) for handle in (tokens if isinstance(tokens, dict) else twin.model)
-        )
-        with twin.cache.step(tokens) as layers:
-            assert {(layer.prefill, layer.history) for layer in layers} == {
-                (layers[0].prefill, layers[0].history)
-            }
-            seen.append((before, layers[0].prefill, layers[0].history))
-            append_all(layers, torch.zeros(layers[0].positions.shape, dtype=torch.int64))
-        for handle in twin.model:
-            twin.model[handle] = [0] * twin.cache.length(handle)
-    assert seen == [
-        (0, False, 0),
-        (1, False, 1),
-        (17, True, 32),
-        (34, True, 64),
-        (35, False, 64),
-        (51, True, 64),
-    ]
-
-
-@both
-def test_left_padding_moves_rotary_positions_and_is_never_visible(make):
-    twin = make()
-    padded, plain = twin.admit(2, left_padding=[3, 0])
-    refused(
-        twin,
-        ValueError,
-        lambda: twin.step({plain: 1, padded: 1}),
-        "sequence 1 of the step has left padding 3",
-    )
-    twin.step(2)
-    refused(twin, ValueError, lambda: twin.step({padded: 1}), "padding arrives in dense steps")
-    twin.step(3)
-    twin.step({padded: 2})  # the padding is stored by now
-    (child,) = twin.fork(padded)
-    twin.step({child: 1})
-    twin.check()
-
-
-def test_positions_by_example():
-    cache = paged(PLAIN).cache
-    keys = torch.ones(5, PLAIN.heads, PLAIN.dim)
-    padded, plain = cache.admit(2, left_padding=[3, 0])
-    expected = {2: [[0, 0], [0, 1]], 3: [[0, 0, 1], [2, 3, 4]]}
-    for tokens, positions in expected.items():
-        with cache.step(tokens) as (layer,):
-            assert layer.positions.tolist() == positions
-            assert layer.view().starts.tolist() == [3, 0]
-            layer.append(*[keys[:tokens].expand(2, -1, -1, -1)] * 2)
-    with cache.step({plain: 2, padded: 1}) as (layer,):
-        assert layer.positions.tolist() == [5, 6, 2]
-        layer.append(*[keys[:3]] * 2)
-        assert layer.view().starts.tolist() == [0, 3]
 
 
 def test_a_window_in_a_contiguous_cache_keeps_its_row():
@@ -218,35 +87,6 @@ def test_a_step_that_is_never_left_is_undone():
     assert twin.cache.length(handle) == twin.cache.used_bytes == 0
     twin.step(3)
     twin.check()
-
-
-def test_a_step_without_any_append_commits_only_what_a_graph_appends():
-    twin = paged()
-    (handle,) = twin.admit()
-    twin.step(3)
-
-    def forgotten():
-        with twin.cache.step(2):
-            pass
-
-    refused(twin, RuntimeError, forgotten, r"step: layers \[0, 1, 2, 3\] of 4 did not append.*replay=True")
-    twin.check()
-    with twin.cache.step(2, replay=True):
-        pass  # a replayed CUDA graph has written
-    assert twin.cache.length(handle) == 5
-    with twin.cache.step({handle: 0}):
-        pass  # nothing was to be written
-    with pytest.raises(TypeError, match="replay: expected a bool, got int"), twin.cache.step(1, replay=1):
-        pass
-
-
-def test_a_replay_of_some_layers_is_no_step():
-    twin = paged()
-    (handle,) = twin.admit()
-    with pytest.raises(RuntimeError, match=r"layers \[1, 2, 3\] of 4 did not append"):  # noqa: SIM117
-        with twin.cache.step(1, replay=True) as layers:
-            layers[0].append(*content(layers[0].layout, torch.zeros(1, 1, dtype=torch.int64), 0))
-    assert twin.cache.length(handle) == 0
 
 
 @both
@@ -573,43 +413,6 @@ def test_a_read_sets_counts_and_changes_nothing():
         raise Abort
     twin.step(1)
     twin.check()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"page_size": 0}, ValueError, "page_size: expected at least 1"),
-        ({"pages": 0}, ValueError, "pages: expected at least 1, got 0"),
-        ({"pages": 2.5}, TypeError, "pages: expected an int"),
-        (
-            {"pages": {None: 3, 4: 3}},
-            ValueError,
-            r"pages: expected a count for each window of \[None\], got \{None: 3, 4",
-        ),
-        ({"pages": {4: 3}}, ValueError, "pages: expected a count for each window"),
-        ({"max_sequences": 0}, ValueError, "max_sequences: expected at least 1"),
-        ({"max_length": 0}, ValueError, "max_length: expected at least 1"),
-        ({"max_length": 2**31}, ValueError, "max_length: expected at most 2147483647"),
-        ({"rollback": -1}, ValueError, "rollback: expected at least 0"),
-    ],
-)
-def test_wrong_sizes_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        KVCache.paged([PLAIN], **{"pages": 4, "page_size": 4, "max_sequences": 2, **options})
-
-
-def test_layouts_are_checked():
-    for make in (
-        lambda x: KVCache.paged(x, pages=2, max_sequences=1),
-        lambda x: KVCache.contiguous(x, max_sequences=1, max_length=4),
-    ):
-        with pytest.raises(ValueError, match="expected one KVLayout for each layer, got none"):
-            make([])
-        with pytest.raises(TypeError, match="expected one KVLayout for each layer, got int"):
-            make([64])
-    for wrong in ({"max_sequences": 0, "max_length": 4}, {"max_sequences": 1, "max_length": 0}):
-        with pytest.raises(ValueError, match="expected at least 1, got 0"):
-            KVCache.contiguous([PLAIN], **wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from attnlib import CacheFullError, KVLayout
 from attnlib.cache import pages, sequences
 from attnlib.cache.pages import Handle, PageAllocator
-from attnlib.cache.sequences import Sequences
 from attnlib.sizes import cache_bytes
 
 laws = settings(deadline=None, max_examples=60)
@@ -178,15 +177,6 @@ def test_an_allocator_refuses_handles_it_does_not_hold():
         with pytest.raises(TypeError, match="expected a Handle"):
             call("first")
         assert allocator_state(allocator) == before
-
-
-def test_sequences_reserve_in_all_allocators_or_in_none():
-    cached = Sequences({None: 8, 4: 1}, 4, max_sequences=2, max_length=32)  # only the second lacks pages
-    first, _ = cached.admit(2)
-    before = [allocator_state(allocator) for allocator in cached.allocators.values()]
-    with pytest.raises(CacheFullError, match=r"needs 2 pages and 1 is free \(page_size=4, window=4\)"):
-        cached.reserve(cached.request({first: 5}))
-    assert [allocator_state(allocator) for allocator in cached.allocators.values()] == before
 
 
 def test_the_allocators_are_plain_python():

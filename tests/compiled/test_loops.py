@@ -11,7 +11,8 @@ from compiled.chipless import distinct
 from compiled.launches import prepared
 from compiled.loops import EXPECTED, SPILLING, Loop, Trip, disorder, faults, trips
 from compiled.page import shortfall
-from compiled.test_compiled import BINARY, BUILD
+
+from tests.compiled.test_compiled import BINARY, BUILD
 
 GOOD = Trip(products=4, waits=(1, 0), exponentials=3, late=0, spills=0)
 TWO_PRODUCTS = Loop(products=4, waits=(1, 0))

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from families import CACHE, small
-from test_transformers import agree, tokens
 
 from attnlib.integrations import transformers as hf
+from tests.integrations.test_transformers import agree, tokens
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # which PEFT still asks for

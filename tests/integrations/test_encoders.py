@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from families import lively
-from test_transformers import agree, gradients
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.replacing import ReplacedAttention
+from tests.integrations.test_transformers import agree, gradients
 
 hf.register()
 ENCODERS = {

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 from families import DECODERS, SIZES, small
-from test_transformers import tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
@@ -19,6 +18,7 @@ from attnlib.integrations.transformers.norms import (
     PlainRMSNorm,
     WideRMSNorm,
 )
+from tests.integrations.test_transformers import tokens
 
 NORMS = (HeadRMSNorm, OffsetRMSNorm, WideRMSNorm, HeadLayerNorm, PlainRMSNorm, None)
 # Of each entry, what else it could be.

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from families import CACHE, DECODERS, lively
-from test_encoders import BOTH, TOKENS, padded
-from test_transformers import WAYS, agree, both, tokens
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 from attnlib.integrations import transformers as hf
+from tests.integrations.test_encoders import BOTH, TOKENS, padded
+from tests.integrations.test_transformers import WAYS, agree, both, tokens
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from families import CACHE
-from test_paged import OPTIONS, paged, pair_of
-from test_transformers import tokens
 from torch import nn
 from transformers import PreTrainedConfig
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.layouts import layouts_of
+from tests.integrations.test_paged import OPTIONS, paged, pair_of
+from tests.integrations.test_transformers import tokens
 
 
 def counts(cache: hf.PagedCache) -> tuple:

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from families import CACHE, DECODERS
-from test_transformers import WAYS, both, tokens
 
 from attnlib.integrations import transformers as hf
+from tests.integrations.test_transformers import WAYS, both, tokens
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}

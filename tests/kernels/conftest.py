@@ -1,6 +1,7 @@
 """Kernels run on a GPU with `-m gpu`, and without one under TRITON_INTERPRET=1, in a process of its own."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from kernel_helpers import INTERPRETED
@@ -8,6 +9,8 @@ from quick_interpreter import quick_interpreter
 
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.dispatch.select import PREPARED
+
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,5 +32,5 @@ def _plans_anew():
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items):
     for item in items:
-        if not INTERPRETED and item.path.parent.name == "kernels":
+        if not INTERPRETED and FOLDER in item.path.parents:
             item.add_marker("gpu")

@@ -10,8 +10,8 @@ from attnlib import attention as two_passes
 
 pytest.importorskip("triton")
 
-import atomics
-from atomics import LARGE, SMALL, attention
+from tests.kernels import atomics
+from tests.kernels.atomics import LARGE, SMALL, attention
 
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 

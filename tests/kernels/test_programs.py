@@ -202,7 +202,7 @@ def test_they_are_compiled(older, tmp_path):
     """For a chip that need not be here, in a process without the interpreter."""
     if older and not older.exists():
         pytest.skip(f"no {OLDER}; make compile-check installs it")
-    paths = [str(older)] * bool(older) + [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/kernels")]
+    paths = [str(older)] * bool(older) + [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/helpers")]
     known = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     known |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", "from program_kernels import compiled; compiled()"]

@@ -13,7 +13,7 @@ import torch
 from kernel_helpers import INTERPRETED
 from shared_gpu import CASES
 
-SCRIPT = Path(__file__).with_name("shared_gpu.py")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "shared_gpu.py"
 
 if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

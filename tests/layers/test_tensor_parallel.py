@@ -38,10 +38,7 @@ from attnlib import (
     scores,
     sliding,
 )
-from attnlib.layers.attending import attention_call
-from attnlib.layers.inputs import Inputs
-from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, Share, share_of
-from attnlib.scores import Score
+from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, share_of
 
 RANKS = 2
 HIDDEN, HEADS = 32, 4
@@ -326,42 +323,6 @@ def test_a_plan_shares_out_heads(layer, ranks, columns):
 def test_heads_that_no_plan_can_share_out(layer, ranks, dims, message):
     with pytest.raises(ValueError, match=message):
         layer().parallel_plan(SimpleNamespace(ndim=dims, size=lambda: ranks))
-
-
-def share(first: int) -> Share:
-    return Share(first, 2, HEADS, None, (True,))
-
-
-def test_a_call_says_which_head_is_the_first_where_somebody_counts():
-    """Kernels of a known chip take calls that begin at head 0 alone."""
-    by_key = mask_mod(lambda b, h, i, j: j % 3 != 0).block_mask(1, 2, 9, 9, device="cpu")
-    by_head = mask_mod(lambda b, h, i, j: j % 3 != h).block_mask(1, HEADS, 9, 9, device="cpu")
-    layer, of = grouped(2), Score(1.0)
-
-    def asked(**options):
-        return attention_call(layer, of, Inputs(**options), 2, share(2))
-
-    assert asked().head == asked(mask=by_key).head == 0
-    assert asked(mask=by_key).mask.tiles is not None
-    assert asked(mask=by_head).head == 2
-    assert asked(mask=by_head).mask.tiles is None  # they were of all heads
-    assert attention_call(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
-    assert attention_call(layer, of, Inputs(mask=by_head), HEADS, ALL_HEADS).mask.tiles is not None
-    layer.dropout_p = 0.5
-    assert asked().head == 2
-    assert layer.eval() is layer
-    assert asked().head == 0
-
-
-def test_functions_of_heads_that_nobody_knows_are_refused():
-    layer = grouped(2, **functions())
-    for name in ("q_proj", "k_proj", "v_proj"):  # as loading half of the rows by hand would
-        whole = getattr(layer, name)
-        setattr(layer, name, nn.Linear(HIDDEN, whole.out_features // 2, bias=False))
-    with pytest.raises(
-        ValueError, match=r"q_proj: expected all 4 heads, or .* the mask or the score reads .* got 2 heads"
-    ):
-        layer(torch.randn(1, TOKENS, HIDDEN))
 
 
 class Grid:

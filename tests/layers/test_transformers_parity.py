@@ -206,7 +206,7 @@ def exact(monkeypatch):
 def compare(reference: Theirs, layer: nn.Module, positions: Tensor) -> None:
     """fp64 to rounding; fp32 with at most twice transformers' own error, gradients three times."""
     frequencies = layer.rope.inverse_frequencies()
-    # Up to 4 ulps apart (see tests/test_rope.py), which position 100_000 would turn into the largest error
+    # Up to 4 ulps apart (see rope/test_rope.py), which position 100_000 would turn into the largest error
     # here.
     torch.testing.assert_close(frequencies, reference.rotary.inv_freq, rtol=5e-7, atol=0)
     reference.rotary.inv_freq = frequencies

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paper_problems import BACKWARD, EXACT, FORWARD, heads, make
-from test_memory import allocations
 
 from attnlib import CAUSAL, FULL
 from attnlib.reference import formulas, standard
@@ -15,6 +14,7 @@ from attnlib.reference.flash1 import tile_sizes
 from attnlib.reference.formulas import ProblemSizes, TileVisits
 from attnlib.reference.matmul import matmul
 from attnlib.reference.traffic import SlowMemory, Traffic, tiles
+from tests.core.test_memory import allocations
 
 VISITING = {
     "flash1": (FORWARD["flash1"], formulas.flash1_forward),

@@ -72,9 +72,7 @@ class PeerExchange(NamedTuple):
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """As :meth:`attnlib.cache.sharded.ranks.RankExchange.queries` says; they lie in this rank's memory until the next
-        call.
-        """
+        """Return the queries of all ranks, in memory of this rank that the next call overwrites."""
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 GLUON = "triton.experimental.gluon.language"
 HOPPER = f"{GLUON}.nvidia.hopper"
-# The names in each module or class, with their keyword arguments. tests/test_gluon_names.py compares them
-# with the kernels.
+# The names in each module or class, with their keyword arguments. test_gluon_names.py compares them with the
+# kernels.
 NAMES = MappingProxyType(
     {
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",
