@@ -1,4 +1,4 @@
-"""The route of a sharded view on one rank: refusals, explanations, sinks. tests/parallel has several ranks."""
+"""The route of a sharded view on one rank; tests/parallel has several ranks."""
 
 from dataclasses import replace
 

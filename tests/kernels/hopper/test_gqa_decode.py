@@ -1,4 +1,4 @@
-"""Hopper's decode kernels over pages of grouped heads: the calls that reach them, their accuracy, and bits."""
+"""Hopper's decode kernels over pages of grouped heads: the calls that reach them, and their accuracy."""
 
 from dataclasses import replace
 
