@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .call.call import NO_ORIGIN, Call, Dropout, Packing
 from .dispatch.run import ExplainOnly, attend
 from .dispatch.select import Explanation
-from .dispatch.warnings import hinted
+from .dispatch.warnings import warn_of_layout
 from .fp8 import descales_of
 from .internal.signatures import kind
 from .kv import KVView
@@ -87,7 +87,7 @@ def attention(
         keys=(k, v),
         bounds=(key_starts, key_ends),
     )
-    return attend(hinted(call), backend)[0]
+    return attend(warn_of_layout(call), backend)[0]
 
 
 @kind
@@ -126,7 +126,7 @@ def attention_with_lse(
         bounds=(key_starts, key_ends),
         lse=True,
     )
-    return attend(hinted(call), backend)
+    return attend(warn_of_layout(call), backend)
 
 
 @kind

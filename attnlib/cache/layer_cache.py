@@ -6,7 +6,7 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..dispatch.storage import prepared_write, write_cache
+from ..dispatch.storage import cached_write, write_cache
 from ..internal.signatures import leading_to
 from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
@@ -70,7 +70,7 @@ class LayerCache:
             NotImplementedError: k or v requires a gradient, which a cache does not have.
         """
         key = self._key(k, v, angles)
-        if key is not None and (write := prepared_write(self._view, self._slots, key)) is not None:
+        if key is not None and (write := cached_write(self._view, self._slots, key)) is not None:
             write(k, v, angles)
         else:
             self._write(k, v, angles)

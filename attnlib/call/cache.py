@@ -67,7 +67,7 @@ def _is_plain(x: object) -> bool:
     return type(x) is Tensor and x.layout is torch.strided and x.is_contiguous() and not x.requires_grad
 
 
-class PreparedCalls:
+class CallCache:
     """A bounded call cache: ``limit`` calls on tensors, and ``limit`` per view, freed with the view."""
 
     def __init__(self, limit: int):
@@ -80,7 +80,7 @@ class PreparedCalls:
         runs = self._over_tensors if view is None else self._over_views.get(id(view))
         return None if runs is None else runs.get(key)
 
-    def remember(self, view: KVView | None, key: Key, run: Run | Write | None) -> None:
+    def add(self, view: KVView | None, key: Key, run: Run | Write | None) -> None:
         """Cache ``run`` for calls of this key, unless it is None. A full cache is emptied first."""
         if run is None:
             return
@@ -96,7 +96,7 @@ class PreparedCalls:
         """Return the number of cached calls over tensors, or over a view."""
         return len(self._over_tensors if view is None else self._over_views.get(id(view), ()))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the cache, after a change that no key contains, such as new launch tables."""
         self._over_tensors.clear()
         self._over_views.clear()

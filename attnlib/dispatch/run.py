@@ -9,7 +9,7 @@ from ..call.cache import key_of
 from ..call.call import NO_ORIGIN, Call, Packing, PieceGradients, checked
 from ..internal.checks import are_checks_on
 from .placements import MeshPlacement, local_call
-from .select import PREPARED, Explanation, explained, select
+from .select import CALL_CACHE, Explanation, explained, select
 
 
 class ExplainOnly:
@@ -39,7 +39,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
     if kv is not None and kv.route is not None and (result := _by_route(call, name)) is not None:
         return result
     key = None if explains else key_of(call, name)
-    if key is not None and (run := PREPARED.find(kv, key)) is not None:
+    if key is not None and (run := CALL_CACHE.find(kv, key)) is not None:
         return run(call.q, call.k, call.v, call.descales)
     if key is None:
         part = MeshPlacement.empty if explains else MeshPlacement.local
@@ -63,7 +63,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
             key = None  # or the next call would not be checked
         result = backend.cached_attention(call)
     if key is not None:
-        PREPARED.remember(kv, key, backend.prepare(call))
+        CALL_CACHE.add(kv, key, backend.prepare(call))
     return result
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends import _reference, _torch, _triton, flops
-from ..call.cache import PreparedCalls, Run
+from ..call.cache import CallCache, Run
 from ..call.call import Call, PieceGradients
 from ..call.spec import AttentionSpec
 from ..internal.probes import ANSWERS, NotNow, is_first
@@ -55,7 +55,7 @@ class Backend(Protocol):
     peer_memory: Callable
 
 
-PREPARED = PreparedCalls(4096)  # the only call cache
+CALL_CACHE = CallCache(4096)  # the only call cache
 PREFERENCE = ("triton", "torch", "reference")
 NAMES = (*PREFERENCE, "triton:plain")  # the last one only if it is named
 FLOP_FORMULAS = flops.formulas()

@@ -10,7 +10,7 @@ from ..call.cache import Key, Write
 from ..internal.checks import are_checks_on, check_slots
 from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
-from .select import PREPARED, storing
+from .select import CALL_CACHE, storing
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ def write_cache(
     ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the latent ``[...,
     r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate. The write quantizes
     if the layout stores int8 or fp8. If ``key`` is given, which must hold everything that decides the write
-    except the slots, :func:`prepared_write` later finds a faster way to repeat it.
+    except the slots, :func:`cached_write` later finds a faster way to repeat it.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
@@ -41,14 +41,14 @@ def write_cache(
         check_slots(slots, kv.k.shape[0] * kv.page_size)
     write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
     if key is not None and not checks:
-        PREPARED.remember(
+        CALL_CACHE.add(
             kv, ("write", id(slots), key), write
         )  # the cached write keeps the slots alive, so their id stays valid
 
 
-def prepared_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
+def cached_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
     """Return the cached write of this key to these slots of a view, or None."""
-    return PREPARED.find(kv, ("write", id(slots), key))
+    return CALL_CACHE.find(kv, ("write", id(slots), key))
 
 
 def new_schedule(

@@ -23,7 +23,7 @@ class LayoutWarning(UserWarning):
     """
 
 
-def hinted(call: Call) -> Call:
+def warn_of_layout(call: Call) -> Call:
     """Return the call; warn once per call site if its shapes are probably SDPA's ``[b, h, s, d]``.
 
     Three signs count: more heads than any model has; fewer keys than queries under a mask that hides keys by

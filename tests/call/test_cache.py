@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, sliding
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, Dropout, Packing, Score
-from attnlib.dispatch.select import PREPARED
+from attnlib.dispatch.select import CALL_CACHE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    PREPARED.forget()
+    CALL_CACHE.clear()
     yield
-    PREPARED.forget()
+    CALL_CACHE.clear()
 
 
 def tensors(*, dtype=torch.bfloat16, tokens=300):
@@ -36,9 +36,9 @@ def key(q, k, v, mask=CAUSAL, *, name=None, **given):
 def test_a_repeated_call_reads_the_new_tensors():
     first, second = tensors(), tensors()
     attention_with_lse(*first, mask=CAUSAL)
-    assert PREPARED.find(None, key(*second, lse=True)) is not None
+    assert CALL_CACHE.find(None, key(*second, lse=True)) is not None
     again = attention_with_lse(*second, mask=CAUSAL)
-    PREPARED.forget()
+    CALL_CACHE.clear()
     assert_same_bits(*zip(again, attention_with_lse(*second, mask=CAUSAL), strict=True))
 
 
@@ -49,9 +49,9 @@ def test_a_repeated_call_has_its_own_gradients():
 
     first, second = ([x.requires_grad_() for x in tensors()] for _ in range(2))
     gradients(first)
-    assert PREPARED.find(None, key(*second, lse=True)) is not None
+    assert CALL_CACHE.find(None, key(*second, lse=True)) is not None
     again = gradients(second)
-    PREPARED.forget()
+    CALL_CACHE.clear()
     assert_same_bits(*zip(again, gradients(second), strict=True))
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_first_call_runs_a_repeated_one():
     found = [
         torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves, dout) for _ in range(2)
     ]
-    assert PREPARED.count() == 1
+    assert CALL_CACHE.count() == 1
     assert_same_bits(*zip(*found, strict=True))
 
 
@@ -172,7 +172,7 @@ def test_deterministic_gradients_are_asked_for_and_not():
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_is_prepared_keeps_no_tensor_alive(grad):
     kept = [ref(x) for x in attended(grad)]
-    assert PREPARED.count() == 1
+    assert CALL_CACHE.count() == 1
     assert [x() for x in kept] == [None] * 3
 
 
@@ -198,7 +198,7 @@ def test_what_differs_is_another_call():
         key(*heads_first),
         key(q.half(), k.half(), v.half()),
     ]
-    assert all(other is not None and PREPARED.find(None, other) is None for other in others)
+    assert all(other is not None and CALL_CACHE.find(None, other) is None for other in others)
     assert len({key(q, k, v), *others}) == len(others) + 1
 
 
@@ -246,10 +246,10 @@ def test_an_address_that_descriptors_refuse():
 
 
 def test_more_calls_than_are_remembered(monkeypatch):
-    monkeypatch.setattr(PREPARED, "limit", 2)
+    monkeypatch.setattr(CALL_CACHE, "limit", 2)
     q, k, v = tensors(tokens=9)
     for n in (3, 4, 5, 3):
         torch.testing.assert_close(
             attention(q[:, :n], k[:, :n], v[:, :n], mask=CAUSAL), attention(q, k, v, mask=CAUSAL)[:, :n]
         )
-    assert PREPARED.count() <= 2
+    assert CALL_CACHE.count() <= 2

@@ -151,7 +151,7 @@ REFUSED = {
     "66 merge dtype": (
         lambda: merged(dtype=torch.half),
         TypeError,
-        "out_b: torch.float32 alike torch.float16",
+        "out_b: torch.float32 same torch.float16",
     ),
     "66 merge low lse": (
         lambda: merged(lse_dtype=torch.half),

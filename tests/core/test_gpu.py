@@ -23,7 +23,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.backends._triton.launching import direct, launch
-from attnlib.dispatch.select import PREPARED
+from attnlib.dispatch.select import CALL_CACHE
 from attnlib.internal import probes
 from attnlib.masks.ready_made import attention_sinks
 
@@ -88,7 +88,7 @@ def test_results_are_the_same_whatever_trial_fails(monkeypatch):
     for owner, name, wrong, failure in changes:
         with forgotten(), monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)
-            PREPARED.forget()
+            CALL_CACHE.clear()
             launch.planned.cache_clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -97,7 +97,7 @@ def test_results_are_the_same_whatever_trial_fails(monkeypatch):
             assert f"fast path off: {failure}: " in str(explain(attention, q, q, q, mask=CAUSAL))
             hopper = torch.cuda.get_device_capability() == (9, 0)
             assert [x.category for x in caught] == [SlowPathWarning] * hopper
-    PREPARED.forget()
+    CALL_CACHE.clear()
     launch.planned.cache_clear()
 
 

@@ -22,7 +22,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.backends._triton.launching import launch
-from attnlib.call.cache import PreparedCalls
+from attnlib.call.cache import CallCache
 from attnlib.call.call import Call, checked
 from attnlib.dispatch import run as running
 from attnlib.dispatch.select import PREFERENCE, backend_of, explanation, select
@@ -231,17 +231,17 @@ def test_what_is_prepared_is_bounded_and_lives_as_long_as_its_view():
     cache.admit()
     with cache.step(1) as (kv,):
         view = replace(kv.append(*torch.randn(2, 1, 1, 2, 8)))
-    store = PreparedCalls(2)
+    store = CallCache(2)
     for n in range(3):
-        store.remember(None, (n,), lambda q, k, v: None)
-        store.remember(view, (n,), lambda q, k, v: None)
-    store.remember(view, (3,), None)
+        store.add(None, (n,), lambda q, k, v: None)
+        store.add(view, (n,), lambda q, k, v: None)
+    store.add(view, (3,), None)
     assert store.count() == store.count(view) == 1
     assert store.find(None, (2,)) is not store.find(view, (2,)) is not None
     assert store.find(view, (3,)) is store.find(replace(view), (2,)) is None
     del view
     assert not len(store._over_views)
-    store.forget()
+    store.clear()
     assert store.count() == 0
 
 

@@ -8,7 +8,7 @@ from kernel_helpers import INTERPRETED
 from quick_interpreter import quick_interpreter
 
 from attnlib.backends._triton.launching.launch import planned
-from attnlib.dispatch.select import PREPARED
+from attnlib.dispatch.select import CALL_CACHE
 
 FOLDER = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def quickened():
 def _plans_anew():
     """Tests put other tiles into the tables."""
     planned.cache_clear()
-    PREPARED.forget()
+    CALL_CACHE.clear()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention, sliding
 from attnlib import cached_attention_with_lse as attend
-from attnlib.dispatch.select import PREPARED
+from attnlib.dispatch.select import CALL_CACHE
 
 if INTERPRETED:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -117,7 +117,7 @@ def test_a_call_that_repeats_follows_its_view(layout):
             view = kv.append(k, v)
             first = attend(q, replace(view), mask=CAUSAL)
             assert_same_bits(*zip(attend(q, view, mask=CAUSAL), first, strict=True))
-            assert PREPARED.count(view) == 2  # the call and the write
+            assert CALL_CACHE.count(view) == 2  # the call and the write
         views.append(view)
     assert all(view is views[0] for view in views)
     others = ({"mask": sliding(9)}, {"scale": 0.5}, {"softcap": 3.0}, {"backend": "triton"})
@@ -126,18 +126,18 @@ def test_a_call_that_repeats_follows_its_view(layout):
         expected = attend(q, replace(view), **given)
         for _ in range(2):
             assert_same_bits(*zip(attend(q, view, **given), expected, strict=True))
-        assert PREPARED.count(view) == 3 + n
+        assert CALL_CACHE.count(view) == 3 + n
     apart = torch.stack((q, q), -2).flatten(2, 3)[:, :, ::2]  # heads that lie elsewhere
     assert_same_bits(*zip(attend(apart, view, mask=CAUSAL), attend(q, view, mask=CAUSAL), strict=True))
     shifted = torch.cat((q.flatten()[:1], q.flatten()))[1:].view(q.shape)  # at an odd address
     rounding = {"rtol": 2e-2, "atol": 2e-3}  # of other tiles
     torch.testing.assert_close(attend(shifted, view, mask=CAUSAL), attend(q, view, mask=CAUSAL), **rounding)
     sinks = torch.randn(8, device=DEVICE)
-    known = PREPARED.count(view)
+    known = CALL_CACHE.count(view)
     assert not attend(q, view, mask=CAUSAL, sinks=sinks)[1].equal(first[1])
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no backward"):
         attend(q.requires_grad_(), view, mask=CAUSAL, backend="triton")
-    assert PREPARED.count(view) == known
+    assert CALL_CACHE.count(view) == known
 
 
 @pytest.mark.parametrize("counts", [1, 3, (1, 40, 0, 1, 5)], ids=str)

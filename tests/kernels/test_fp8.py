@@ -26,7 +26,7 @@ from attnlib.backends._triton.dense import hopper_tables
 from attnlib.backends.operators import flat, flat_over_view
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, checked
-from attnlib.dispatch.select import PREPARED
+from attnlib.dispatch.select import CALL_CACHE
 from attnlib.fp8 import Descales
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
@@ -238,9 +238,9 @@ def test_a_repeated_call_reads_new_bytes_and_new_descales(name):
     attention_with_lse(**first, mask=CAUSAL, backend=name)
     descales = Descales(*(second[n] for n in Descales._fields))
     call = Call(second["q"], CAUSAL, k=second["k"], v=second["v"], descales=descales, lse=True)
-    assert PREPARED.find(None, key_of(call, name)) is not None
+    assert CALL_CACHE.find(None, key_of(call, name)) is not None
     again = attention_with_lse(**second, mask=CAUSAL, backend=name)
-    PREPARED.forget()
+    CALL_CACHE.clear()
     assert_same_bits(*zip(again, attention_with_lse(**second, mask=CAUSAL, backend=name), strict=True))
     refused = (
         call._replace(descales=call.descales._replace(q_descale=second["q_descale"].requires_grad_())),
@@ -264,11 +264,11 @@ def test_a_repeated_step_reads_new_descales():
                 torch.rand(2, 4, device=DEVICE) + 0.5,
             )
             ours = cached_attention(q, view, mask=CAUSAL, q_descale=descale)
-            assert PREPARED.count(view) == 1
+            assert CALL_CACHE.count(view) == 1
             wide = cached_attention(
                 (q.float() * descale[:, None, :, None]).bfloat16(), view, mask=CAUSAL, scale=128**-0.5
             )
-            PREPARED.forget()
+            CALL_CACHE.clear()
             cached_attention(q, view, mask=CAUSAL, q_descale=descale)
             torch.testing.assert_close(ours, wide, rtol=2.0**-5, atol=1e-2)
 
