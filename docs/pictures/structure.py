@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT, COLUMN, ROW = 250, 74, 310, 116  # of a box, and from one box to the next
+WIDTH, HEIGHT, COLUMN, ROW = 250, 74, 330, 116  # of a box, and from one box to the next
 MARGIN, LINE = 20, 17
 INK, QUIET, FILL = "#1f2933", "#52606d", "#f0f4f8"
 FOLDER = Path(__file__).parent
@@ -43,18 +43,20 @@ CALL = (
     Box("GroupedQueryAttention", "layers/gqa.py", "projects and rotates x", 0, 0),
     Box("attention", "functional.py", "q, k, v and options", 1, 0),
     Box("Inputs", "layers/inputs.py", "the arguments of forward()", 0, 1),
-    Box("Call", "call/call.py", "one attention call", 0.5, 2),
-    Box("CallCache", "call/cache.py", "launches of repeated calls", 1.5, 2),
-    Box("AttentionSpec", "call/spec.py", "decides the backend", 1.5, 3),
-    Box("Arguments", "backends/operators.py", "the operators' flat list", 0.5, 3),
-    Box("Key", "backends/_triton/launching/layouts.py", "Arguments without addresses", 0.5, 4),
-    Box("Launch", "backends/_triton/launching/launch.py", "a kernel and its arguments", 0.5, 5),
+    Box("AttentionCall", "layers/attending.py", "with the layer's options", 0, 2),
+    Box("Call", "call/call.py", "one attention call", 0.5, 3),
+    Box("CallCache", "call/cache.py", "launches of repeated calls", 1.5, 3),
+    Box("Arguments", "backends/operators.py", "the operators' flat list", 0.5, 4),
+    Box("AttentionSpec", "call/spec.py", "decides the backend", 1.5, 4),
+    Box("Key", "backends/_triton/launching/layouts.py", "Arguments without addresses", 0.5, 5),
+    Box("Launch", "backends/_triton/launching/launch.py", "a kernel and its arguments", 0.5, 6),
 )
 CALL_ARROWS = (
     Arrow("GroupedQueryAttention", "Inputs"),
-    Arrow("Inputs", "Call"),
+    Arrow("Inputs", "AttentionCall"),
+    Arrow("AttentionCall", "Call"),
     Arrow("attention", "Call"),
-    Arrow("Call", "CallCache", "seen before"),
+    Arrow("Call", "CallCache", "repeated"),
     Arrow("Call", "AttentionSpec", "checked()"),
     Arrow("Call", "Arguments", "flat()"),
     Arrow("Arguments", "Key", "key_of()"),
