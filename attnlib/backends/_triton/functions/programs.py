@@ -1,7 +1,7 @@
 """Programs of indices as device functions, which kernels take as constexpr arguments and inline.
 
-What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are
-int32, scalars and tiles that broadcast, and below the ``bounds`` that a function is written for.
+What such a function reads comes as ``t``, a tuple with a ``CapturedTensor`` for each captured tensor. Indices
+are int32, scalars and tiles that broadcast, and below the ``bounds`` that a function is written for.
 """
 
 import linecache
@@ -20,9 +20,9 @@ from .sources import FunctionSource, derivative_source, gradients_source, source
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
     """Captured tensors as kernels take them; None for one that is not there."""
-    from ..kernels.elements import Table
+    from ..kernels.elements import CapturedTensor
 
-    return tuple(None if x is None else Table(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
+    return tuple(None if x is None else CapturedTensor(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
 
 
 def learned(program: Program) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None where the program has no gradients.
 
-    It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for
-    others. Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and
-    derivatives are.
+    It adds to ``grads``, which has a ``CapturedTensor`` of fp32 for each tensor that is :func:`learned`, and
+    None for others. Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores
+    and derivatives are.
     """
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 

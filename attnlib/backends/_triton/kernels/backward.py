@@ -8,7 +8,17 @@ delta)``.
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
+from .band import (
+    KeyBand,
+    bounds,
+    key_range,
+    origin_of,
+    query_range,
+    sees_any,
+    tile_at,
+    tiles_of,
+    visible,
+)
 from .mask_tiles import entry, listed
 from .scores import (
     LOG2E,
@@ -21,7 +31,18 @@ from .scores import (
     unchanged,
     unit_behind,
 )
-from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
+from .tile import (
+    COUNTS,
+    Channels,
+    Rows,
+    TilePlace,
+    add_products,
+    load_tile,
+    locate,
+    products,
+    store_tile,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -39,7 +60,7 @@ def prepare(
     blocks = tl.cdiv(s, BLOCK_M)
     pair, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_M
     sequence, head = pair // heads, pair % heads
-    m, place = tl.arange(0, BLOCK_M), Place(sequence, 0, head)
+    m, place = tl.arange(0, BLOCK_M), TilePlace(sequence, 0, head)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     stored, at = start + m < s, pair * s + start + m
     out = load_tile(Rows(out_ptr, stride_ob, stride_os, stride_oh), place, start, stored, e, True).main
@@ -89,8 +110,8 @@ def backward_keys(
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    of_k = Place(work.plane, work.row, kv_head)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    of_k = TilePlace(work.plane, work.row, kv_head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, q_desc, q_tail_desc)
     dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -129,7 +150,7 @@ def backward_keys(
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
             m0 = tile * BLOCK_M if LISTED else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
-            i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
+            i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they
             # are zeros.
@@ -225,7 +246,7 @@ def backward_queries(
     keys, rows = work.others, work.rows
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = (
         None
         if alibi_slopes_ptr is None
@@ -233,7 +254,7 @@ def backward_queries(
     )
     modifiers = Modifiers(scale, softcap, slope)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
-    of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
+    of_q, of_k = TilePlace(work.plane, work.row, head), TilePlace(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)

@@ -8,7 +8,7 @@ import triton.language as tl
 MASK_FIELDS = ("left", "right", "prefix")  # kernels' parameters
 
 
-class Band(NamedTuple):
+class KeyBand(NamedTuple):
     """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
 
     None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of
@@ -24,7 +24,7 @@ class Band(NamedTuple):
     key: tl.tensor
 
 
-class Origin(NamedTuple):
+class ChunkOrigin(NamedTuple):
     """Where a piece of a call begins in the whole."""
 
     query: tl.tensor
@@ -37,11 +37,13 @@ class Origin(NamedTuple):
 def origin_of(origin_ptr, sequence, batch):
     """The origin of one sequence from int32 ``[b, 4]``; zeros where there is none."""
     if origin_ptr is None:
-        return Origin(0, 0, 0, 0)
+        return ChunkOrigin(0, 0, 0, 0)
     else:
         known, at = sequence < batch, origin_ptr + sequence * 4
         query, key = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
-        return Origin(query, key, tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0))
+        return ChunkOrigin(
+            query, key, tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0)
+        )
 
 
 @triton.jit

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import Band, Origin, tile_at, visible
+from .band import ChunkOrigin, KeyBand, tile_at, visible
 from .paged import entries_at, page_in, place
 from .scores import Modifiers, changed, modify, online_softmax, placed, unit_behind
 from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
 
-class Sizes(NamedTuple):
+class DecodeSizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how
     to sum.
 
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
     high: tl.tensor
 
 
-class Sums(NamedTuple):
+class RunningSums(NamedTuple):
     """The running output, maximum and sum of FlashAttention; or sums, by place in a tile.
 
     ``odd`` are odd channels of the output, where ``acc`` has the even ones; else it goes unread.
@@ -76,8 +76,8 @@ class Scoring(NamedTuple):
     head: tl.tensor
     sequence: tl.tensor
     first: tl.tensor
-    origin: Origin
-    band: Band
+    origin: ChunkOrigin
+    band: KeyBand
     modifiers: Modifiers
     mask_tensors: tuple
     score_tensors: tuple
@@ -173,7 +173,7 @@ def add_tile(
         v = as_factor(v, q.dtype, sizes.NATIVE, True)
         acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
         acc_odd = sums.odd
-    return Sums(acc, acc_odd, m_i, l_i)
+    return RunningSums(acc, acc_odd, m_i, l_i)
 
 
 @triton.jit

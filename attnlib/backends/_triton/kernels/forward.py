@@ -5,7 +5,7 @@ sequence.
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, sees_any, visible
+from .band import KeyBand, bounds, key_range, origin_of, sees_any, visible
 from .mask_tiles import entry, listed
 from .scores import (
     LN2,
@@ -20,7 +20,7 @@ from .scores import (
     placed,
     unit_behind,
 )
-from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
+from .tile import COUNTS, ChannelBlocks, Channels, Rows, TilePlace, load_tile, locate, products, store_tile
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -58,7 +58,7 @@ def forward(
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = (
         None
         if alibi_slopes_ptr is None
@@ -72,7 +72,7 @@ def forward(
     unit = unit_behind(modifiers, SCORE)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
-    of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
+    of_q, of_k = TilePlace(work.plane, work.row, head), TilePlace(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -148,4 +148,4 @@ def forward(
     )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
     sees = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
-    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, sees, e)
+    store_tile(out_rows, of_q, work.start, stored, ChannelBlocks(acc, acc), factor, sees, e)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, query_range
+from .band import KeyBand, bounds, key_range, origin_of, query_range
 from .scores import placed
 from .tile import COUNTS, locate
 
@@ -90,7 +90,7 @@ def classify_tiles(
     if (work.start >= rows) | (first * GRAIN >= keys):
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
     i0 = keys - rows + work.start
     low, high, _, _ = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
@@ -140,7 +140,7 @@ def list_tiles(
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     i0, stop = keys - queries, work.start + OWN
     if BY_KEYS:
         first = tl.maximum(work.start, start)

@@ -37,7 +37,7 @@ class States(NamedTuple):
     group: tl.tensor
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The rows and keys of a tile; queries and keys of one with a state; and what tells rows of all blocks
     apart.
     """
@@ -62,7 +62,7 @@ class Lines(NamedTuple):
     columns: tl.tensor
 
 
-class Range(NamedTuple):
+class SplitTokens(NamedTuple):
     """The tokens ``[low, high)`` of a split, of which a block of queries sees all of ``[all_low,
     all_high)``.
     """

@@ -13,15 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, bounds, origin_of
+from ...band import KeyBand, bounds, origin_of
 from ...tile import COUNTS, locate
 from ..primitives import barriers, ring
 from .producer import produce
-from .results import Gradient, Results
-from .shared import KEYS, Problem, Shared, Sizes, job_of
+from .results import Gradient, GradientOutputs
+from .shared import KEYS, BackwardCall, BackwardShared, BackwardSizes, job_of
 from .turns import end_turns, wait_for_turns
-from .upto_128 import consume_apart, multiply_queries
-from .upto_192 import consume_wide
+from .upto_128 import consume_upto_128, multiply_queries
+from .upto_192 import consume_upto_192
 from .upto_256 import consume_keys, consume_values
 
 
@@ -54,7 +54,7 @@ def allocate(tile_type: gl.constexpr, sizes):
     )
     if sizes.AFTER:
         turn = barriers(1)
-    shared = Shared(
+    shared = BackwardShared(
         q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), keys_full,
         barriers(SLOTS, 2), barriers(SLOTS, 1), turn,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def backward(
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
-    sizes: gl.constexpr = Sizes(
+    sizes: gl.constexpr = BackwardSizes(
         D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
         MASK is not None,
     )  # fmt: skip
@@ -104,20 +104,20 @@ def backward(
     )
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.rows)
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    call = Problem(
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    call = BackwardCall(
         lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads,
         group, dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room, mask_tensors,
         score_tensors,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
-    results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
+    results, job = GradientOutputs(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
     if APART:
         gl.warp_specialize(
             [
-                (consume_apart, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
-                (consume_apart, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_upto_128, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_upto_128, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
                 (
                     produce,
@@ -132,8 +132,8 @@ def backward(
     elif TILES == 2:  # never in a fixed order
         gl.warp_specialize(
             [
-                (consume_wide, (0, job, band, call, results, shared, sizes)),
-                (consume_wide, (1, job, band, call, results, shared, sizes)),
+                (consume_upto_192, (0, job, band, call, results, shared, sizes)),
+                (consume_upto_192, (1, job, band, call, results, shared, sizes)),
                 (
                     produce,
                     (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes),

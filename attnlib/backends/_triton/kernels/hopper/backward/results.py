@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
-from ...band import Band, bounds, origin_of, sees_any
+from ...band import KeyBand, bounds, origin_of, sees_any
 from ...tile import COUNTS, locate
 from ..primitives import add_fours, async_store
 from .shared import KEYS
@@ -29,7 +29,7 @@ class Gradient(NamedTuple):
     stride_h: gl.tensor
 
 
-class Results(NamedTuple):
+class GradientOutputs(NamedTuple):
     """Where gradients go."""
 
     dk: Gradient
@@ -153,7 +153,7 @@ def finish_queries(
         return
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.others)
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     tile = (work.plane * heads + work.head) * dq_tiles + work.start // BLOCK_M
     if cu_seqlens_q_ptr is not None:
         tile += work.row // BLOCK_M + work.sequence

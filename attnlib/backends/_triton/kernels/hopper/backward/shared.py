@@ -21,7 +21,7 @@ FREED: gl.constexpr = gl.constexpr(
 )  # the first barrier of those that hand a slot back to the producer
 
 
-class Sizes(NamedTuple):
+class BackwardSizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile,
     slots.
 
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     LISTED: gl.constexpr = False
 
 
-class Problem(NamedTuple):
+class BackwardCall(NamedTuple):
     """The call, by the parameters of the kernel."""
 
     lse2_ptr: gl.tensor
@@ -101,7 +101,7 @@ class Job(NamedTuple):
     entries_ptr: gl.tensor = 0
 
 
-class Step(NamedTuple):
+class QueryStep(NamedTuple):
     """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a
     list.
     """
@@ -113,7 +113,7 @@ class Step(NamedTuple):
     number: gl.tensor
 
 
-class Shared(NamedTuple):
+class BackwardShared(NamedTuple):
     """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is
     there.
     """
@@ -182,7 +182,7 @@ def listed_step(number, job, call):
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
     member, tile = found // job.tiles, found % job.tiles
     dq = job.first_dq + member * call.dq_tiles + tile
-    return Step(tile, job.kv_head * call.group + member, dq, dq, number)
+    return QueryStep(tile, job.kv_head * call.group + member, dq, dq, number)
 
 
 @gluon.jit
@@ -191,7 +191,7 @@ def first_step(job, call, sizes):
     if sizes.LISTED:
         return listed_step(job.steps * 0, job, call)
     else:
-        return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
+        return QueryStep(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def next_step(step, job, call, sizes):
             tile, head, dq = step.tile + 1, step.head, step.dq + 1
             if tile == job.tiles:
                 tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
-        return Step(tile, head, dq, step.dq, 0)
+        return QueryStep(tile, head, dq, step.dq, 0)
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...band import Band, visible
-from ...scores import Place, changed, modify, unit_behind
+from ...band import KeyBand, visible
+from ...scores import PairIndices, changed, modify, unit_behind
 from ..primitives import (
     FIRST,
     anew,
@@ -37,7 +37,7 @@ from .shared import ROWS
 LIMIT: gl.constexpr = gl.constexpr(4096.0)
 
 
-class Turn(NamedTuple):
+class RingSlots(NamedTuple):
     """Which slots of the rings of keys and of values come next, and their phases."""
 
     k: gl.tensor
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     v_phase: gl.tensor
 
 
-class State(NamedTuple):
+class PendingSums(NamedTuple):
     """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
 
     acc: gl.tensor
@@ -102,7 +102,7 @@ def sum_by_place(p, BLOCK_N: gl.constexpr):
     return gl.sum(p.reshape([ROWS, BLOCK_N // 8, 8]), 1)
 
 
-class Given(NamedTuple):
+class FunctionArguments(NamedTuple):
     """What functions of indices are given beside a query and a key, and what they read."""
 
     b: gl.tensor
@@ -120,10 +120,10 @@ def scores(
     at = i[:, None]
     i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
-    band = Band(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
+    band = KeyBand(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
     s, _ = modify(s, modifiers, i + band.apart, j)
     if SCORE is not None:
-        place = Place(given.b, given.h, at, j + n, given.first)
+        place = PairIndices(given.b, given.h, at, j + n, given.first)
         s = changed(s, modifiers, place, given.score_tensors, SCORE)
     if masked:
         seen = visible(i, j, band)
@@ -159,7 +159,7 @@ def hand_back(turn, count, shared, sizes):
         mbarrier.wait(shared.v_full.index(v), v_phase)
         barrier_arrive(FIRST + sizes.K_SLOTS + v, sizes.THREADS)
         v, v_phase = advance(v, v_phase, sizes.V_SLOTS)
-    return Turn(k, k_phase, v, v_phase)
+    return RingSlots(k, k_phase, v, v_phase)
 
 
 @gluon.jit
@@ -203,7 +203,7 @@ def step(
         p.to(shared.v.dtype), state.p.type.layout
     )  # the registers of the last p were in use till now
     v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-    return State(acc, p, m_i, l_i), Turn(k, k_phase, v, v_phase)
+    return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, v, v_phase)
 
 
 @gluon.jit
@@ -225,4 +225,4 @@ def first_step(
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     acc = gl.zeros([ROWS, sizes.E], gl.float32, SUMS)
-    return State(acc, p, m_i, l_i), Turn(k, k_phase, turn.v, turn.v_phase)
+    return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, turn.v, turn.v_phase)

@@ -22,7 +22,7 @@ from ..primitives import (
     opaque_words,
     raise_flag_above,
 )
-from .consumer import Turn, advance, issue_scores, scores, sum_by_place
+from .consumer import RingSlots, advance, issue_scores, scores, sum_by_place
 from .shared import ROWS
 
 # Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3.
@@ -31,7 +31,7 @@ RAISED: gl.constexpr = gl.constexpr(4.0)
 LIMIT: gl.constexpr = gl.constexpr(448.0)
 
 
-class State(NamedTuple):
+class PendingSumsFp8(NamedTuple):
     """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
 
     acc: gl.tuple  # the channels' sums in pieces
@@ -104,8 +104,8 @@ def begin(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.constex
     zeros = gl.zeros([ROWS, sizes.E // sizes.PIECES], gl.float32, SUMS)
     product = (zeros,) if sizes.PIECES == 1 else ()
     l_i = sum_by_place(p, sizes.BLOCK_N)
-    state = State((zeros,) * sizes.PIECES, product, packed(p, sizes.BLOCK_N), m_i, l_i)
-    return state, Turn(k, k_phase, turn.v, turn.v_phase)
+    state = PendingSumsFp8((zeros,) * sizes.PIECES, product, packed(p, sizes.BLOCK_N), m_i, l_i)
+    return state, RingSlots(k, k_phase, turn.v, turn.v_phase)
 
 
 @gluon.jit
@@ -169,4 +169,4 @@ def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked
         acc, product = scaled(acc, factor), scaled(product, factor)
     barrier_arrive(FIRST + turn.k, sizes.THREADS)  # and the keys'
     v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-    return State(acc, product, words, m_i, l_i + sums), Turn(k, k_phase, v, v_phase)
+    return PendingSumsFp8(acc, product, words, m_i, l_i + sums), RingSlots(k, k_phase, v, v_phase)

@@ -15,19 +15,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...band import Band, bounds, origin_of, sees_any
+from ...band import KeyBand, bounds, origin_of, sees_any
 from ...scores import LN2, LOG2E, Modifiers, load_slope
 from ...tile import COUNTS
 from ..primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
-from .consumer import Given, Turn, advance, clear_others, first_step, hand_back, step
+from .consumer import FunctionArguments, RingSlots, advance, clear_others, first_step, hand_back, step
 from .producer import produce
 from .shared import (
     POSTS,
     ROWS,
     WORDS,
-    Problem,
-    Shared,
-    Sizes,
+    ForwardCall,
+    ForwardShared,
+    ForwardSizes,
     Visit,
     blocks_of,
     read,
@@ -37,7 +37,7 @@ from .shared import (
 )
 
 
-class Results(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Where out and the LSE go."""
 
     out_desc: gl.tensor
@@ -114,14 +114,14 @@ def consume(
     FIRST_ROW: gl.constexpr = number * ROWS
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
-    turn, count = Turn(0, 0, 0, 0), 0
+    turn, count = RingSlots(0, 0, 0, 0), 0
     make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
         work = read(count, shared, sizes)
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
-        band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         every = visits_of(work, band, call, sizes)
         if sizes.LISTED:
             bottom, top = 0, every.count
@@ -145,7 +145,9 @@ def consume(
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         queries = (q, q_slot, i, zero)
 
-        given = Given(work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors)
+        given = FunctionArguments(
+            work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors
+        )
         block = visited(every, 0, sizes) if sizes.LISTED else top - 1
         visit = Visit(block, block, True, top - bottom > 1)
         state, turn = first_step(
@@ -185,7 +187,7 @@ def consume(
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)
         v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = Turn(turn.k, turn.k_phase, v, v_phase)
+        turn = RingSlots(turn.k, turn.k_phase, v, v_phase)
         if not sizes.LISTED:
             turn = hand_back(turn, bottom - all_bottom, shared, sizes)
         # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
@@ -223,7 +225,7 @@ def forward(
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    sizes: gl.constexpr = Sizes(
+    sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q,
         HOLES, HIDES_FIRST, PACKED, 1, THREADS, LISTED=MASK is not None,
     )  # fmt: skip
@@ -236,17 +238,19 @@ def forward(
     if not OUT_IN_Q:
         out = ring(dtype, CONSUMERS, ROWS, E_MAIN)
     work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    shared = Shared(
+    shared = ForwardShared(
         q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(Q_SLOTS * CONSUMERS),
         barriers(Q_SLOTS * CONSUMERS), barriers(K_SLOTS), barriers(V_SLOTS),
     )  # fmt: skip
     fence_async_shared()
-    call = Problem(
+    call = ForwardCall(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr,
         origin_ptr, stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale,
         softcap, tiles, lists_ptr, stride_list_b, stride_list_h, room,
     )  # fmt: skip
-    results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
+    results = ForwardOutputs(
+        out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E
+    )
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -8,18 +8,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...band import Band, bounds, origin_of, sees_any
+from ...band import KeyBand, bounds, origin_of, sees_any
 from ...scores import Modifiers, descaled, load_slope
 from ...tile import COUNTS
 from ..primitives import barriers, make_flag, opaque, ring
-from .consumer import Turn, advance, hand_back
+from .consumer import RingSlots, advance, hand_back
 from .consumer_fp8 import add_products, begin, step_fp8
-from .kernel import Results, put_lse, put_out
+from .kernel import ForwardOutputs, put_lse, put_out
 from .producer import produce
-from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
+from .shared import (
+    POSTS,
+    ROWS,
+    WORDS,
+    ForwardCall,
+    ForwardShared,
+    ForwardSizes,
+    blocks_of,
+    read,
+    wait_for_work,
+)
 
 
-class Descales(NamedTuple):
+class HeadDescales(NamedTuple):
     """What numbers stand for, times which, of each head of a sequence."""
 
     q_ptr: gl.tensor
@@ -46,14 +56,14 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
     FIRST_ROW: gl.constexpr = number * ROWS
     zero = gl.zeros([ROWS, sizes.BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
-    turn, count = Turn(0, 0, 0, 0), 0
+    turn, count = RingSlots(0, 0, 0, 0), 0
     make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
         work = read(count, shared, sizes)
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
-        band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         every = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
         mine = blocks_of(work, band, sizes, FIRST_ROW, ROWS)
         bottom = gl.minimum(gl.maximum(mine.bottom, every.bottom), every.top - 1)
@@ -97,7 +107,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
         acc = add_products(state, turn.v, shared, sizes)
         v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = hand_back(Turn(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
+        turn = hand_back(RingSlots(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
@@ -134,7 +144,7 @@ def forward_fp8(
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     PIECES: gl.constexpr = E_MAIN // 64 if E_MAIN > 128 else 1
-    sizes: gl.constexpr = Sizes(
+    sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES,
         HIDES_FIRST, PACKED, PIECES, CONSUMERS * 128 + 32, True,
     )  # fmt: skip
@@ -147,15 +157,17 @@ def forward_fp8(
     work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_full, q_full, q_empty = barriers(POSTS), barriers(CONSUMERS), barriers(CONSUMERS)
     k_full, v_full = barriers(K_SLOTS), barriers(V_SLOTS)
-    shared = Shared(q, q_tail, k, k_tail, v, out, work, work_full, q_full, q_empty, k_full, v_full)
+    shared = ForwardShared(q, q_tail, k, k_tail, v, out, work, work_full, q_full, q_empty, k_full, v_full)
     fence_async_shared()
-    call = Problem(
+    call = ForwardCall(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr,
         origin_ptr, stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale,
         softcap, tiles,
     )  # fmt: skip
-    descales = Descales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
-    results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
+    descales = HeadDescales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
+    results = ForwardOutputs(
+        out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E
+    )
     gl.warp_specialize(
         [
             (consume, (0, call, descales, results, shared, sizes)),

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...band import Band, bounds, origin_of
+from ...band import KeyBand, bounds, origin_of
 from ...tile import Work
 from ..primitives import FIRST, async_load, barrier_sync
 from .shared import ROWS, post, visited, visits_of, work_of
@@ -82,7 +82,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         work = work_of(tile, call, sizes)
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
-        band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         visits = visits_of(work, band, call, sizes)
         plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
         first_key = work.other.to(gl.int32)

@@ -17,7 +17,7 @@ POSTS: gl.constexpr = gl.constexpr(2)  # works that are posted: the last one, an
 WORDS: gl.constexpr = gl.constexpr(8)  # of a post
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each
     ring.
 
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     LISTED: gl.constexpr = False
 
 
-class Problem(NamedTuple):
+class ForwardCall(NamedTuple):
     """The call, by the parameters of the kernel; ``tiles`` are its blocks of queries, of all heads and
     sequences.
     """
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     room: gl.tensor = None
 
 
-class Shared(NamedTuple):
+class ForwardShared(NamedTuple):
     """Shared memory: rings of tiles, the work that the producer posts, and the barriers that say when each is
     there.
     """
@@ -95,7 +95,7 @@ class Shared(NamedTuple):
     v_full: gl.shared_memory_descriptor
 
 
-class Blocks(NamedTuple):
+class KeyBlocks(NamedTuple):
     """Numbers of blocks of keys: those seen, ``[bottom, top)``, and among them those that all rows see
     whole.
     """
@@ -126,7 +126,7 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
     low, high, all_low, all_high = key_range(i, gl.minimum(i + COUNT, work.others), band)
     bottom = gl.maximum(low, 0) // sizes.BLOCK_N
     top = gl.maximum(gl.cdiv(high, sizes.BLOCK_N), bottom + 1)
-    return Blocks(bottom, top, gl.cdiv(all_low, sizes.BLOCK_N), all_high // sizes.BLOCK_N)
+    return KeyBlocks(bottom, top, gl.cdiv(all_low, sizes.BLOCK_N), all_high // sizes.BLOCK_N)
 
 
 class Visits(NamedTuple):

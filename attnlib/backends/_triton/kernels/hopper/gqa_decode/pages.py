@@ -6,27 +6,25 @@ waits for tiles, and never for another warp. More than 16 rows of queries are tw
 each.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, origin_of, visible
+from ...band import KeyBand, origin_of, visible
 from ...paged import ENTRY, claimed
 from ...scores import Modifiers, load_slope, modify, unit_of
 from ...tile import COUNTS
 from ..primitives import FIRST, barrier_arrive, barriers, prefetch
-from ..splits import Problem, Queries, Results, split_of, weighed
-from .results import store_apart, store_joined
+from ..splits import BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, split_of, weighed
+from .results import store_joined, store_per_head
 from .shared import (
     HALF,
     TOKENS,
     M,
-    Room,
-    Sizes,
+    PagesShared,
+    ProgramSizes,
     channels,
     factor_of,
     produce,
@@ -36,17 +34,6 @@ from .shared import (
     tiles_of,
     tokens_in,
 )
-
-
-class State(NamedTuple):
-    """The sums of both halves of the channels, ``[warp, row, HALF]``; of weights by place in a tile; the
-    maximum.
-    """
-
-    left: gl.tensor
-    right: gl.tensor
-    l_i: gl.tensor
-    m_i: gl.tensor
 
 
 @gluon.jit
@@ -96,20 +83,20 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
     )
     acc_left = mma_v2(weights, left, state.left * factor)
     acc_right = mma_v2(weights, right, state.right * factor)
-    return State(acc_left, acc_right, state.l_i * factor + p, m_i)
+    return BothHalvesSums(acc_left, acc_right, state.l_i * factor + p, m_i)
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
+def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
     """Attention of 16 rows of every KV head over all tiles, and its results."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
-    SLOTS: gl.constexpr = room.full.shape[0]
+    SLOTS: gl.constexpr = shared.full.shape[0]
     left = load_queries(number, 0, queries, split, call, sizes)
     right = load_queries(number, 1, queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
+    band = KeyBand(
         split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
     )
     head, token = rows_in(number, split, call, BY_ROW, sizes)
@@ -120,19 +107,19 @@ def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
 
     nothing = gl.zeros([sizes.WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([sizes.WARPS, M], float("-inf"), gl.float32, BY_ROW)
-    state = State(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
+    state = BothHalvesSums(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
     first, tiles, TILE = tiles_of(split, sizes)
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TILE
-        mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
-        state = add_tile(state, (left, right), n, i, modifiers, band, split, room.boxes, slot * 4, sizes)
+        mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(state, (left, right), n, i, modifiers, band, split, shared.boxes, slot * 4, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     if sizes.WARPS == sizes.HEADS:
-        store_apart(number, state, band, split, call, results, sizes)
+        store_per_head(number, state, band, split, call, results, sizes)
     else:
-        store_joined(number, state, band, split, call, results, room, sizes)
+        store_joined(number, state, band, split, call, results, shared, sizes)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -164,9 +151,9 @@ def decode_pages(
     if SCHEDULED and work.sequence < 0:
         return
     WARPS: gl.constexpr = gl.num_warps()
-    sizes: gl.constexpr = Sizes(WARPS, HEADS, PAGE, BLOCK_M)
+    sizes: gl.constexpr = ProgramSizes(WARPS, HEADS, PAGE, BLOCK_M)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
-    room = Room(
+    shared = PagesShared(
         gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], LAYOUT),
         gl.allocate_shared_memory(
             gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -174,20 +161,20 @@ def decode_pages(
         barriers(STAGES),
     )
     fence_async_shared()
-    call = Problem(
+    call = DecodeCall(
         table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
     )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
+    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = DecodeOutputs(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
     if BLOCK_M == M:
         gl.warp_specialize(
             [
-                (consume, (0, queries, split, call, results, room, sizes)),
-                (produce, (k_desc, v_desc, split, call, room, sizes)),
+                (consume, (0, queries, split, call, results, shared, sizes)),
+                (produce, (k_desc, v_desc, split, call, shared, sizes)),
             ],
             [1],
             [24],
@@ -195,9 +182,9 @@ def decode_pages(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, queries, split, call, results, room, sizes)),
-                (consume, (1, queries, split, call, results, room, sizes)),
-                (produce, (k_desc, v_desc, split, call, room, sizes)),
+                (consume, (0, queries, split, call, results, shared, sizes)),
+                (consume, (1, queries, split, call, results, shared, sizes)),
+                (produce, (k_desc, v_desc, split, call, shared, sizes)),
             ],
             [4, 1],
             [240, 24],

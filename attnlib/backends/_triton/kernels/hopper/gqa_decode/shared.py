@@ -15,7 +15,7 @@ HALF: gl.constexpr = gl.constexpr(64)  # channels come in halves
 BOX: gl.constexpr = gl.constexpr(2048)  # bytes of a box of 16 tokens and 64 channels of 16 bits
 
 
-class Sizes(NamedTuple):
+class ProgramSizes(NamedTuple):
     """Warps of a consumer, KV heads that they share out, tokens of a page, rows of a program."""
 
     WARPS: gl.constexpr
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     BLOCK_M: gl.constexpr
 
 
-class Room(NamedTuple):
+class PagesShared(NamedTuple):
     """Shared memory: boxes of keys and values, weights and maxima of all warps, barriers of loads."""
 
     boxes: gl.shared_memory_descriptor
@@ -84,9 +84,9 @@ def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
 
 
 @gluon.jit
-def produce(k_desc, v_desc, split, call, room, sizes):
+def produce(k_desc, v_desc, split, call, shared, sizes):
     """Load tiles as slots become free."""
-    SLOTS: gl.constexpr = room.full.shape[0]
+    SLOTS: gl.constexpr = shared.full.shape[0]
     first, tiles, TILE = tiles_of(split, sizes)
     head = split.head * sizes.HEADS
     entries = entries_at(first * TILE, split, call, sizes)
@@ -95,12 +95,12 @@ def produce(k_desc, v_desc, split, call, room, sizes):
         following = entries_at(n + TILE, split, call, sizes)
         if t >= SLOTS:
             barrier_sync(FIRST + slot, threads_of(sizes))
-        full, number = room.full.index(slot), slot * 4
+        full, number = shared.full.index(slot), slot * 4
         mbarrier.expect(full, BOX * 4 * sizes.WARPS)
         for part in gl.static_range(sizes.WARPS // sizes.HEADS):
             row = row_of(entries[part], n + part * TOKENS, call, sizes)
-            load_part(k_desc, room.boxes, number, part, head, row, full, sizes)
-            load_part(v_desc, room.boxes, number + 2, part, head, row, full, sizes)
+            load_part(k_desc, shared.boxes, number, part, head, row, full, sizes)
+            load_part(v_desc, shared.boxes, number + 2, part, head, row, full, sizes)
         entries = following
     for slot in range(
         gl.minimum(tiles, SLOTS)

@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, origin_of
+from ...band import KeyBand, origin_of
 from ...paged import claimed
 from ...scores import Modifiers, load_slope
 from ...tile import COUNTS
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
-from .results import Sums, in_fp32, join_and_store
+from ..splits import TOKENS, BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of
+from .results import in_fp32, join_and_store
 from .shared import (
     HALF,
     TAIL,
@@ -47,7 +47,7 @@ WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class Rows16Shared(NamedTuple):
     """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is
     joined.
     """
@@ -61,17 +61,6 @@ class Shared(NamedTuple):
     joined: gl.shared_memory_descriptor
     left_full: gl.shared_memory_descriptor
     right_full: gl.shared_memory_descriptor
-
-
-class State(NamedTuple):
-    """The sums of both halves of the channels, ``[HALF, ROWS]``; of weights by place in a tile; the maximum
-    so far.
-    """
-
-    left: gl.tensor
-    right: gl.tensor
-    l_i: gl.tensor
-    m_i: gl.tensor
 
 
 @gluon.jit
@@ -121,7 +110,7 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
     acc_right = warpgroup_mma(right.permute((1, 0)), weights, state.right * factor, is_async=True)
     l_i = state.l_i * factor + p
     acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
-    return State(acc_left, acc_right, l_i, m_i)
+    return BothHalvesSums(acc_left, acc_right, l_i, m_i)
 
 
 @gluon.jit
@@ -140,7 +129,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
+    band = KeyBand(
         split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
     )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
@@ -152,7 +141,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
 
     zero, nothing = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), gl.zeros([HALF, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
-    state = State(nothing, nothing, zero, least)
+    state = BothHalvesSums(nothing, nothing, zero, least)
     first, tiles = tiles_of(split)
     for t in range(number, tiles, 2):
         s = scores(number, zero, shared, (t // 2) & 1)
@@ -164,7 +153,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         shared.right.index(0) if number == 0 else shared.left.index(1), ROWS
     )  # the slot of its last tile
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
-    sums = Sums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
+    sums = BothHalvesSums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
@@ -191,18 +180,18 @@ def decode_few(
     if SCHEDULED and work.sequence < 0:
         return
     dtype: gl.constexpr = k_desc.dtype
-    shared = Shared(
+    shared = Rows16Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS),
         numbers(4, ROWS), barriers(2), barriers(2),
     )  # fmt: skip
     fence_async_shared()
-    call = Problem(
+    call = DecodeCall(
         table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
     )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
+    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = DecodeOutputs(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)

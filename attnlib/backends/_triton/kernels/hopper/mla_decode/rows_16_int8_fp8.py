@@ -17,14 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, origin_of
+from ...band import KeyBand, origin_of
 from ...paged import claimed
 from ...scores import Modifiers, load_slope, unit_of
 from ...stored_bytes import both_factors, halved, in_range, split_scale
-from ...tile import COUNTS, Tile
+from ...tile import COUNTS, ChannelBlocks
 from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of, weighed
-from .results import Sums, in_fp32, join_and_store
+from ..splits import TOKENS, BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of, weighed
+from .results import in_fp32, join_and_store
 from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
 
 ROWS: gl.constexpr = gl.constexpr(16)
@@ -38,7 +38,7 @@ WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class PairsShared(NamedTuple):
     """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels
     and scales; probabilities; what is joined."""
 
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
     full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
+class ChunkSums(NamedTuple):
     """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so
     far.
     """
@@ -90,7 +90,7 @@ def load_in_range(number: gl.constexpr, queries, split, call, shared):
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, Q)
-    scaled, gain = in_range(Tile(main, tail), shared.q_tail.dtype)
+    scaled, gain = in_range(ChannelBlocks(main, tail), shared.q_tail.dtype)
     halves = halved(scaled)
     if number == 0:
         shared.q.index(0).store(halves.main)
@@ -144,7 +144,7 @@ def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, sh
         acc_odd = warpgroup_mma(odd, weights, state.sums[c // CHUNK * 2 + 1] * factor, is_async=True)
         acc_even, acc_odd, _, _ = warpgroup_mma_wait(0, deps=[acc_even, acc_odd, even, odd])
         sums = sums + (acc_even, acc_odd)  # noqa: RUF005
-    return State(sums, state.l_i * factor + p * inverse, m_i)
+    return ChunkSums(sums, state.l_i * factor + p * inverse, m_i)
 
 
 @gluon.jit
@@ -161,7 +161,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
+    band = KeyBand(
         split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
     )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
@@ -173,7 +173,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
 
     none = gl.zeros([CHUNK, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
-    state = State((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
+    state = ChunkSums((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
     first, tiles = tiles_of(split)
     for t in range(number, tiles, 2):
         slot = t % SLOTS
@@ -185,7 +185,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     given = in_fp32(shared.pairs.index(number), ROWS)  # a slot of its tiles
     taken = in_fp32(shared.pairs.index(1 - number), ROWS)
     left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])
-    sums = Sums(left, right, gl.sum(state.l_i, 0), state.m_i)
+    sums = BothHalvesSums(left, right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
@@ -209,19 +209,19 @@ def decode_bytes(
     )
     if SCHEDULED and work.sequence < 0:
         return
-    shared = Shared(
+    shared = PairsShared(
         ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL),
         ring(gl.int16, SLOTS, TOKENS, HALF), ring(tail_desc.dtype, SLOTS, TOKENS, TAIL),
         ring(gl.float32, SLOTS, 1, TOKENS), ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS),
         barriers(SLOTS),
     )  # fmt: skip
     fence_async_shared()
-    call = Problem(
+    call = DecodeCall(
         table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
     )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
+    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = DecodeOutputs(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)

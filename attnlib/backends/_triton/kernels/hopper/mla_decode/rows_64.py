@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, origin_of, sees_any
+from ...band import KeyBand, origin_of, sees_any
 from ...paged import claimed
 from ...scores import Modifiers, load_slope
 from ...tile import COUNTS
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
+from ..splits import TOKENS, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of
 from .conversion import convert
 from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
@@ -54,7 +54,7 @@ WITH_LOADERS: gl.constexpr = gl.constexpr(256)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class Rows64Shared(NamedTuple):
     """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each
     other.
     """
@@ -69,7 +69,7 @@ class Shared(NamedTuple):
     right_full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
+class OneHalfSums(NamedTuple):
     """The sums of half of the channels; of weights, those of a consumer's own tiles; the maximum so far."""
 
     acc: gl.tensor
@@ -138,7 +138,7 @@ def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
     p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
-    return State(acc, l_i, m_i)
+    return OneHalfSums(acc, l_i, m_i)
 
 
 @gluon.jit
@@ -150,7 +150,7 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
     acc, l_i = rescale(state, gl.exp2(state.m_i - gl.where(m_i == float("-inf"), 0.0, m_i)))
     values = shared.left.index(1) if number == 0 else shared.right.index(0)
     clear_others(values, n, split)
-    return State(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
+    return OneHalfSums(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
+    band = KeyBand(
         split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
     )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -179,7 +179,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    state = State(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
+    state = OneHalfSums(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
     first, tiles = tiles_of(split)
     for pair in range(gl.cdiv(tiles, 2)):
         n, phase = (first + 2 * pair) * TOKENS, pair & 1
@@ -194,7 +194,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             state = begin_other(0, state, n + TOKENS, split, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(LEFT + 1, THREADS)
-            state = State(acc, state.l_i, state.m_i)
+            state = OneHalfSums(acc, state.l_i, state.m_i)
         else:
             mbarrier.wait(shared.right_full.index(0), phase)
             state = begin_other(1, state, n, split, shared)
@@ -203,7 +203,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             hand_over(1, p.to(shared.p.dtype), m_i, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(RIGHT, THREADS)
-            state = add_own(1, State(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared)
+            state = add_own(
+                1, OneHalfSums(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared
+            )
             barrier_arrive(RIGHT + 1, THREADS)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
@@ -242,18 +244,18 @@ def decode_many(
     if SCHEDULED and work.sequence < 0:
         return
     dtype: gl.constexpr = tail_desc.dtype
-    shared = Shared(
+    shared = Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
         barriers(2, 1 if k_scale_ptr is None else 2),
     )  # fmt: skip
     fence_async_shared()
-    call = Problem(
+    call = DecodeCall(
         table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
     )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
+    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = DecodeOutputs(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
