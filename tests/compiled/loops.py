@@ -77,7 +77,7 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
     alone.
     """
     rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
-    if constants["APART"]:
+    if constants["DQ_REGISTERS"]:
         consumer = Loop((channels + 2 * rows) // DEPTH, waits=(0, 1, 0))
         return consumer, Loop(2 * KEYS // DEPTH, (0,), softmax=False), consumer
     if constants["TILES"] == 2:

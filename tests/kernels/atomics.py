@@ -23,10 +23,10 @@ from attnlib.backends._triton.kernels.backward import prepare
 from attnlib.backends._triton.kernels.band import tile_at, tiles_of
 from attnlib.backends._triton.kernels.scores import LOG2E
 from attnlib.backends._triton.kernels.tile import (
-    Channels,
-    TilePlace,
-    Rows,
     ChannelBlocks,
+    Channels,
+    Rows,
+    TilePlace,
     load_tile,
     store_tile,
 )

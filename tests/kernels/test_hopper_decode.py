@@ -126,7 +126,7 @@ def test_a_thousand_repeats_are_the_same_bits(heads, stored):
 @pytest.fixture
 def of_any_size(monkeypatch):
     """Caches with little room are for the plain kernel otherwise."""
-    monkeypatch.setattr(decode_tables, "HELD", 1)
+    monkeypatch.setattr(decode_tables, "LEAST_CACHED", 1)
     planned.cache_clear()
     yield
     planned.cache_clear()

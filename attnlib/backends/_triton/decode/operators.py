@@ -27,14 +27,14 @@ from .shapes import DecodeShapes
 
 class DecodePlan(NamedTuple):
     """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which
-    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``listed`` says what is
+    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``sparse`` says what is
     made before."""
 
     decode: Launch
     variant: str
     combine: Launch | None = None
     floats: int = 0
-    listed: mask_tiles.OverCache | None = None
+    sparse: mask_tiles.OverCache | None = None
 
 
 class Cached:
@@ -110,10 +110,10 @@ class Cached:
         a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
         plan = cached_plan(self.key(a))
         tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)} | captured(a)
-        if plan.listed is not None:
-            tensors["states"] = a.q.new_empty(plan.listed.states, dtype=torch.int8)
-            tensors["runs"] = a.q.new_empty(plan.listed.runs, dtype=torch.int32)
-            plan.listed.launch.on(tensors)
+        if plan.sparse is not None:
+            tensors["states"] = a.q.new_empty(plan.sparse.states, dtype=torch.int8)
+            tensors["runs"] = a.q.new_empty(plan.sparse.runs, dtype=torch.int32)
+            plan.sparse.launch.on(tensors)
         plan.decode.on(tensors)
         if plan.combine is not None:
             plan.combine.on(tensors)
@@ -198,12 +198,12 @@ def cached_plan(key: Key) -> DecodePlan:
     tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
     early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}
-    listed = mask_tiles.OverCache(x) if x.listed else None
-    arguments |= {} if listed is None else listed.arguments
+    sparse = mask_tiles.OverCache(x) if x.sparse else None
+    arguments |= {} if sparse is None else sparse.arguments
     launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
     variant = "plain" if x.hopper is None else "Hopper"
     if not x.scheduled:
-        return DecodePlan(launch, variant, listed=listed)
+        return DecodePlan(launch, variant, sparse=sparse)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
     splits = (
         x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
@@ -221,4 +221,4 @@ def cached_plan(key: Key) -> DecodePlan:
     }  # fmt: skip
     programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
-    return DecodePlan(launch, variant, joined, x.lines * (width + 1), listed)
+    return DecodePlan(launch, variant, joined, x.lines * (width + 1), sparse)

@@ -123,7 +123,7 @@ BACKWARD_QUERIES_FUNCTIONS = (
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the forward kernel.
 
-    >>> case = DenseCase(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
+    >>> case = DenseCase(96, 96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192)
     LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None, resident=2)
     """
@@ -163,7 +163,7 @@ def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache:
     Of the sizes that fit about as well, that which leaves the last wave fullest: a small one ends with the
     long rows of few heads, while most of the GPU waits (an eighth of the time at d = 256, 8k, 16 heads).
 
-    >>> case = DenseCase(head_dim=256, value_dim=256, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
+    >>> case = DenseCase(256, 256, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> [heads_per_wave(case, keys=8192, pairs=n, group=1) for n in (16, 18, 2)]
     [4, 3, 2]
     """

@@ -55,14 +55,15 @@ def source(program: Program, bounds: Bounds) -> FunctionSource:
         says, result = "Whether query ``i`` sees key ``j``", body.mask(parsed.result)
     name = "score" if "score" in parsed.inputs else "mask"
     lines = [*body.lines, f"return {result}"]
-    return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_listed(parsed.captured)}.", lines)
+    return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_described(parsed.captured)}.", lines)
 
 
 def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
     """The derivative of a score by the score that it was made of."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
-    says = f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it; ``t`` has {_listed(captured)}."
+    says = f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it"
+    says = f"{says}; ``t`` has {_described(captured)}."
     lines = [*body.lines, f"return {body.tile(by.score, BY_RESULT)}"]
     return _function("derivative", (*_with_derivative(by.inputs), "t"), says, lines)
 
@@ -76,7 +77,8 @@ def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
         value = f"tl.where(seen, {body.spelled(x, FLOAT)}, 0.0)"
         table = f"grads[{tensor.name[1:]}]"
         lines.append(f"add_elements({table}, {body.indices(table, indices)}, {value})")
-    says = f"Add derivatives by what is read of ``t``, {_listed(captured)}, to ``grads``, for pairs that are seen."
+    read = _described(captured)
+    says = f"Add derivatives by what is read of ``t``, {read}, to ``grads``, for pairs that are seen."
     return _function("gradients", (*_with_derivative(by.inputs, "seen"), "t", "grads"), says, lines)
 
 
@@ -310,7 +312,7 @@ def _with_derivative(inputs: Sequence[str], *more: str) -> tuple[str, ...]:
     return score, BY_RESULT, *more, *indices
 
 
-def _listed(captured: Sequence[CapturedKind]) -> str:
+def _described(captured: Sequence[CapturedKind]) -> str:
     return ", ".join(f"{kind}[{rank}]" for kind, rank in captured) or "nothing"
 
 

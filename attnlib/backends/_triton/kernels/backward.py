@@ -19,7 +19,7 @@ from .band import (
     tiles_of,
     visible,
 )
-from .mask_tiles import entry, listed
+from .mask_tiles import entry, sparse_tiles_of
 from .scores import (
     LOG2E,
     Modifiers,
@@ -129,9 +129,9 @@ def backward_keys(
     low, high, all_low, all_high = query_range(
         tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band
     )
-    LISTED: tl.constexpr = MASK is not None
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_N, cu_seqlens_k_ptr is not None
         )
         counts = tiles.whole, tiles.cut
@@ -143,13 +143,13 @@ def backward_keys(
         # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might
         # take it for more, and issue them for a loop that has no step: they would land in the tiles of the
         # next one.
-        tiles_of_head = tl.maximum(room // GROUP if LISTED else count, 1)
-        steps = count if LISTED else GROUP * count  # a list has those of all heads
+        tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
+        steps = count if SPARSE else GROUP * count  # a list has those of all heads
         for step in tl.range(0, steps, num_stages=STAGES):  # one loop for the group's heads never drains
-            tile = entry(tiles, step, MASKED) if LISTED else step
+            tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
-            m0 = tile * BLOCK_M if LISTED else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
+            m0 = tile * BLOCK_M if SPARSE else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they
@@ -164,7 +164,7 @@ def backward_keys(
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
             modifiers = Modifiers(scale, softcap, slope)
-            s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
+            s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.offset, j)
             place = placed(origin, sequence, head, i, j, i0)
             score = changed(s_ij, modifiers, place, score_tensors, SCORE)
             if not MASKED:
@@ -275,11 +275,11 @@ def backward_queries(
 
     i0 = keys - rows + m0
     i = (i0 + m)[:, None]
-    i_whole = i + band.apart
+    i_whole = i + band.offset
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    LISTED: tl.constexpr = MASK is not None
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
         )
         counts = tiles.whole, tiles.cut
@@ -290,7 +290,7 @@ def backward_queries(
         for step in tl.range(0, counts[MASKED], num_stages=STAGES):
             n0 = (
                 entry(tiles, step, MASKED) * BLOCK_N
-                if LISTED
+                if SPARSE
                 else tile_at(step, tiles, MASKED, BLOCK_N, BLOCK_N)
             )
             j = n0 + tl.arange(0, BLOCK_N)

@@ -29,12 +29,12 @@ def sums_of_splits(
     """
     acc, m_i = empty.acc, empty.m_i
     l_i = tl.zeros([m_i.shape[0]], tl.float32)
-    APART: tl.constexpr = len(empty.l_i.shape) == 2
+    BY_PLACE: tl.constexpr = len(empty.l_i.shape) == 2
     for split in range(low // SIZE, tl.cdiv(high, SIZE)):
         split_low, split_high = tl.maximum(low, split * SIZE), tl.minimum(high, (split + 1) * SIZE)
         tiles = tiles_of(split_low, split_high, 0, 0, 0, sizes.EDGE)
         part = sweep(empty, tiles, queries, scoring, stored, sizes, MASK, SCORE, True)
-        part_l = tl.sum(part.l_i, 1) if APART else part.l_i
+        part_l = tl.sum(part.l_i, 1) if BY_PLACE else part.l_i
         divisor = tl.where(part_l == 0.0, 1.0, part_l)
         lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
         acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
@@ -124,7 +124,7 @@ def decode(
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
-    APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
+    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
     sizes: tl.constexpr = DecodeSizes(
@@ -150,7 +150,7 @@ def decode(
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
-    sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
+    sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if BY_PLACE else l_i)
     if SPLIT_SIZE:  # not FULL
         acc, l_i, m_i = sums_of_splits(
             low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
@@ -167,7 +167,7 @@ def decode(
             tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
             for MASKED in tl.static_range(0 if FULL else 1, 2):
                 sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
-        acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
+        acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if BY_PLACE else sums.l_i
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 

@@ -147,7 +147,7 @@ def add_tile(
         s *= k_scale[None, :]
     if sizes.D_TAIL and LATENT:  # whose scale is 1
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
-    s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
+    s, _ = modify(s, modifiers, (i + band.offset)[:, None], j[None, :])
     s = changed(s, modifiers, at, scoring.score_tensors, SCORE)
     unit = unit_behind(modifiers, SCORE)
     if SCALED:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .band import KeyBand, bounds, key_range, origin_of, sees_any, visible
-from .mask_tiles import entry, listed
+from .mask_tiles import entry, sparse_tiles_of
 from .scores import (
     LN2,
     LOG2E,
@@ -95,10 +95,10 @@ def forward(
     i0 = keys - work.rows + work.start
     i = i0 + m
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    LISTED: tl.constexpr = MASK is not None
-    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or LISTED
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or SPARSE
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
         )
         edges = tiles.before, tiles.whole, tiles.cut
@@ -108,12 +108,12 @@ def forward(
         all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
         edges = tl.minimum(all_low, high), all_high, high
     for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full ones, masked ones
-        if LISTED:
+        if SPARSE:
             begin = tiles.before if phase == 2 else 0
         else:
             begin = low if phase == 0 else (all_low if phase == 1 else all_high)
-        for at in tl.range(begin, edges[phase], 1 if LISTED else BLOCK_N, num_stages=STAGES):
-            n = entry(tiles, at, phase != 1) * BLOCK_N if LISTED else at
+        for at in tl.range(begin, edges[phase], 1 if SPARSE else BLOCK_N, num_stages=STAGES):
+            n = entry(tiles, at, phase != 1) * BLOCK_N if SPARSE else at
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
@@ -122,7 +122,7 @@ def forward(
                 MASK is not None and phase != 1
             ):  # before scores, whose layout Triton then takes for their maxima
                 shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
-            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
+            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.offset)[:, None], j[None, :])
             p = changed(p, modifiers, place, score_tensors, SCORE)
             if phase != 1:
                 seen = visible(i[:, None], j[None, :], band)

@@ -23,7 +23,7 @@ EACH: tl.constexpr = tl.constexpr(4)  # tiles side by side that a program looks 
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
-class Listed(NamedTuple):
+class SparseTiles(NamedTuple):
     """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and
     whole.
 
@@ -57,11 +57,11 @@ def lines_of(rows, batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def listed(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """What is listed for a block of rows."""
     line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
     first = line + HEADER
-    return Listed(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
+    return SparseTiles(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def entry(tiles, n, CUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
-    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # all but the first: or None
-    batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr,
-    MASK: tl.constexpr,
+    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # all but the first may be None
+    mask_tensors, batch, planes, s, t, columns, left, right, prefix,
+    BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
 

@@ -51,14 +51,14 @@ class BlockSizes(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The states of some rows of tiles: ``rows`` in each of so many ``heads``, which are ``apart`` rows
-    apart.
+    """The states of some rows of tiles: ``rows`` in each of so many ``heads``; the next head begins
+    ``stride_heads`` rows further.
     """
 
     ptr: tl.tensor
     heads: tl.tensor
     rows: tl.tensor
-    apart: tl.tensor
+    stride_heads: tl.tensor
     columns: tl.tensor
 
 
@@ -86,10 +86,10 @@ def lines_for(x, sizes, work, first, last):
     """The states of queries ``[first, last)`` of a sequence, in all heads of a group that differ."""
     rows = tl.maximum((last - 1) // sizes.GRAIN_M - first // sizes.GRAIN_M + 1, 1)
     heads, head = tl.where(x.planes > 1, x.group, 1), tl.where(x.planes > 1, work.head * x.group, 0)
-    apart = lines_of(x.s, x.batch, sizes.GRAIN_M, sizes.PACKED)
-    row = (work.plane * x.planes + head) * apart
+    stride_heads = lines_of(x.s, x.batch, sizes.GRAIN_M, sizes.PACKED)
+    row = (work.plane * x.planes + head) * stride_heads
     row += slot_of(work.row, work.sequence, first, sizes.GRAIN_M, sizes.PACKED)
-    return Lines(x.ptr + row.to(tl.int64) * x.columns, heads, rows, apart, x.columns)
+    return Lines(x.ptr + row.to(tl.int64) * x.columns, heads, rows, stride_heads, x.columns)
 
 
 @triton.jit
@@ -102,7 +102,8 @@ def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
     for several in range(0, lines.heads * lines.rows, LINES):
         at = several + tl.arange(0, LINES)
         line = (
-            lines.ptr + (at // per_head * lines.apart + at % per_head).to(tl.int64)[:, None] * lines.columns
+            lines.ptr
+            + (at // per_head * lines.stride_heads + at % per_head).to(tl.int64)[:, None] * lines.columns
         )
         for b in tl.static_range(max(1, N // GRAIN)):
             other = n * N // GRAIN + b

@@ -18,12 +18,13 @@ NAMES = MappingProxyType(
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",
         "triton.experimental.gluon.nvidia.hopper": "TensorDescriptor",
         GLUON: """
-            BlockedLayout DotOperandLayout(k_width,operand_index,parent) NVMMADistributedLayout NVMMASharedLayout
-            SliceLayout SwizzledSharedLayout allocate_shared_memory arange atomic_add atomic_xchg bfloat16 broadcast
-            cdiv constexpr convert_layout exp2 expand_dims float16 float32 float8e4nv full
-            inline_asm_elementwise(dtype,is_pure,pack) int16 int32 int64 int8 join load(mask,other) log2 max maximum
-            minimum num_programs num_warps pointer_type program_id shared_memory_descriptor static_range store(mask)
-            sum tensor tuple uint32 warp_specialize where zeros zeros_like
+            BlockedLayout DotOperandLayout(k_width,operand_index,parent) NVMMADistributedLayout
+            NVMMASharedLayout SliceLayout SwizzledSharedLayout allocate_shared_memory arange atomic_add
+            atomic_xchg bfloat16 broadcast cdiv constexpr convert_layout exp2 expand_dims float16 float32
+            float8e4nv full inline_asm_elementwise(dtype,is_pure,pack) int16 int32 int64 int8 join
+            load(mask,other) log2 max maximum minimum num_programs num_warps pointer_type program_id
+            shared_memory_descriptor static_range store(mask) sum tensor tuple uint32 warp_specialize where
+            zeros zeros_like
         """,
         f"{GLUON}.NVMMASharedLayout": "get_default_for",
         f"{GLUON}.shared_memory_descriptor": "index load permute reshape slice store",

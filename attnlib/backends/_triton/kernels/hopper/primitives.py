@@ -66,7 +66,8 @@ def _raise_flag(number, limit):
     asked = (
         f"not.pred p, p; barrier.cta.red.or.pred p, {15 - number}, 128, p; selp.b32 flag{number}, 1, 0, p;"
     )
-    return f"{{ .reg .pred p; {' '.join(tests)} {asked} mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }}"
+    zeros = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))
+    return f"{{ .reg .pred p; {' '.join(tests)} {asked} {zeros} }}"
 
 
 @gluon.constexpr_function

@@ -73,8 +73,9 @@ def backward(
     batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, sums, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
     BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr,
-    APART: gl.constexpr, AFTER: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # of functions of indices, where apart
+    DQ_REGISTERS: gl.constexpr, AFTER: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # if DQ_REGISTERS
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a
     head.
@@ -88,7 +89,7 @@ def backward(
     )
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = BackwardSizes(
-        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
+        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, DQ_REGISTERS > 0, AFTER,
         MASK is not None,
     )  # fmt: skip
     shared = allocate(q_desc.dtype, sizes)
@@ -113,7 +114,7 @@ def backward(
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
     results, job = GradientOutputs(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
-    if APART:
+    if DQ_REGISTERS:
         gl.warp_specialize(
             [
                 (consume_upto_128, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
@@ -127,7 +128,7 @@ def backward(
                 (end_turns, (work, job, call, sizes)),
             ],
             [4, 4, 1, 1, 1],
-            [REGISTERS, APART, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [REGISTERS, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif TILES == 2:  # never in a fixed order
         gl.warp_specialize(

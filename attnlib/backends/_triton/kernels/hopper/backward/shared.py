@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import query_range
-from ...mask_tiles import listed
+from ...mask_tiles import sparse_tiles_of
 from ..primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
@@ -26,9 +26,9 @@ class BackwardSizes(NamedTuple):
     slots.
 
     ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
-    rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``:
-    programs add to dq in any order (0), after that of the next keys (1), or of the keys before (-1).
-    ``LISTED``: a function hides keys, and lists say which tiles are left.
+    rows beyond a sequence's keys may be another's. ``DQ_WARPGROUP``: a third warpgroup multiplies dq.
+    ``AFTER``: programs add to dq in any order (0), after that of the next keys (1), or of the keys before
+    (-1). ``SPARSE``: a function hides keys, and lists say which tiles are left.
     """
 
     D: gl.constexpr
@@ -42,9 +42,9 @@ class BackwardSizes(NamedTuple):
     BY_ROWS: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
-    APART: gl.constexpr
+    DQ_WARPGROUP: gl.constexpr
     AFTER: gl.constexpr
-    LISTED: gl.constexpr = False
+    SPARSE: gl.constexpr = False
 
 
 class BackwardCall(NamedTuple):
@@ -155,7 +155,7 @@ def job_of(work, band, call, sizes):
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
         first += tiles - 1
-    if sizes.LISTED:
+    if sizes.SPARSE:
         first = 0
     first_dq = (
         work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
@@ -163,9 +163,9 @@ def job_of(work, band, call, sizes):
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
-    if sizes.LISTED:
+    if sizes.SPARSE:
         BLOCK_N: gl.constexpr = sizes.TILES * KEYS
-        left = listed(
+        left = sparse_tiles_of(
             call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED
         )
         steps, cut, entries_ptr, tiles = left.cut + left.whole, left.cut, left.first, call.room // call.group
@@ -176,7 +176,7 @@ def job_of(work, band, call, sizes):
 
 
 @gluon.jit
-def listed_step(number, job, call):
+def sparse_step(number, job, call):
     """The tile of queries of this number in a list. The tile before is itself."""
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
@@ -188,8 +188,8 @@ def listed_step(number, job, call):
 @gluon.jit
 def first_step(job, call, sizes):
     """The first tile of queries. The tile before is itself: what is added there is zeros."""
-    if sizes.LISTED:
-        return listed_step(job.steps * 0, job, call)
+    if sizes.SPARSE:
+        return sparse_step(job.steps * 0, job, call)
     else:
         return QueryStep(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
 
@@ -201,8 +201,8 @@ def next_step(step, job, call, sizes):
     After the program of the keys before, tiles follow backwards, and in all heads of the group before the
     next: each program so begins where that one did.
     """
-    if sizes.LISTED:
-        return listed_step(step.number + 1, job, call)
+    if sizes.SPARSE:
+        return sparse_step(step.number + 1, job, call)
     else:
         if sizes.AFTER < 0:
             tile, head, dq = step.tile, step.head + 1, step.dq + call.dq_tiles

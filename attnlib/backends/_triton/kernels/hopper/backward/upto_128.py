@@ -45,7 +45,7 @@ from .shared import (
     start_of,
     wait_for_keys,
 )
-from .turns import tell_added, wait_to_add
+from .turns import mark_added, wait_to_add
 
 FULL: gl.constexpr = FIRST  # a barrier for each slot of ds: both consumers have stored theirs
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)  # and one for each consumer too: dq has been made of it
@@ -92,7 +92,7 @@ def advance(
     if call.slopes_ptr is not None:
         slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
-    s, derivative = modify(s, modifiers, i + band.apart, j)
+    s, derivative = modify(s, modifiers, i + band.offset, j)
     place = PairIndices(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
@@ -142,7 +142,7 @@ def consume_upto_128(
     step = first_step(job, call, sizes)
     for n in range(job.steps):
         i0 = job.ahead + start_of(step, job, sizes)
-        if sizes.LISTED:
+        if sizes.SPARSE:
             masked = (n < job.cut) | ends
         else:
             masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
@@ -206,5 +206,5 @@ def multiply_queries(job, call, results, shared, sizes):
             wait_to_add(n >> 1, shared, sizes)
         add_fours(sums_ptr + gl.arange(0, SIZE, held.type.layout), held)
         if half == 1:
-            tell_added(n >> 1, sizes)
+            mark_added(n >> 1, sizes)
             step = next_step(step, job, call, sizes)

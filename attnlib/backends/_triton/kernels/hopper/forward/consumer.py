@@ -120,8 +120,10 @@ def scores(
     at = i[:, None]
     i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
-    band = KeyBand(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
-    s, _ = modify(s, modifiers, i + band.apart, j)
+    band = KeyBand(
+        band.start - n, band.end - n, band.left, band.right, band.prefix, band.offset, band.key + n
+    )
+    s, _ = modify(s, modifiers, i + band.offset, j)
     if SCORE is not None:
         place = PairIndices(given.b, given.h, at, j + n, given.first)
         s = changed(s, modifiers, place, given.score_tensors, SCORE)
@@ -146,12 +148,12 @@ def softmax(s, m_i, moves, unit):
 
 
 @gluon.jit
-def hand_back(turn, count, shared, sizes):
+def hand_back(slots, count, shared, sizes):
     """The turn after ``count`` blocks that this consumer does not need, each handed back once it has come.
 
     Before, this consumer could arrive twice where another has not arrived once.
     """
-    k, k_phase, v, v_phase = turn.k, turn.k_phase, turn.v, turn.v_phase
+    k, k_phase, v, v_phase = slots.k, slots.k_phase, slots.v, slots.v_phase
     for _ in range(count):
         mbarrier.wait(shared.k_full.index(k), k_phase)
         barrier_arrive(FIRST + k, sizes.THREADS)
@@ -164,7 +166,7 @@ def hand_back(turn, count, shared, sizes):
 
 @gluon.jit
 def step(
-    state, turn, visit, queries, modifiers, band, given, shared, sizes,
+    state, slots, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """The state with one block more: its softmax runs under the product of the block before with its
@@ -173,56 +175,56 @@ def step(
     q, q_slot, i, zero = queries
     n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
     p_before = opaque_halves(state.p)  # else one of three consumers turns all halves around
-    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
-    mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+    s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
+    mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
     if sizes.HOLES:
-        clear_others(shared.v.index(turn.v), visit.before * sizes.BLOCK_N, band, sizes)
-    acc = warpgroup_mma(p_before, shared.v.index(turn.v), state.acc, is_async=True)
+        clear_others(shared.v.index(slots.v), visit.before * sizes.BLOCK_N, band, sizes)
+    acc = warpgroup_mma(p_before, shared.v.index(slots.v), state.acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     s = scores(s, modifiers, i, n, band, sizes, visit.masked, given, MASK, SCORE)
     p = gl.exp2(s * unit - m_i[:, None])
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
-    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(
         shared.k_full.index(k), k_phase, pred=visit.more
     )  # ptxas moves no wait for a product above this one
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
-        s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
+        s = issue_scores(q, q_slot, anew(slots.k), shared, zero, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         s = scores(s, modifiers, i, anew(n), band, sizes, True, given, MASK, SCORE)
         p, m_i, factor = softmax(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums = sum_by_place(p, sizes.BLOCK_N)
-    barrier_arrive(FIRST + turn.k, sizes.THREADS)  # the keys' slot is free
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # the keys' slot is free
     l_i = state.l_i * gl.convert_layout(factor, gl.SliceLayout(1, state.l_i.type.layout))[:, None] + sums
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p_before])
-    barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # and the values'
+    barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # and the values'
     acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
     p = gl.convert_layout(
         p.to(shared.v.dtype), state.p.type.layout
     )  # the registers of the last p were in use till now
-    v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
+    v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, v, v_phase)
 
 
 @gluon.jit
 def first_step(
-    turn, visit, queries, modifiers, band, given, shared, sizes,
+    slots, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """The state after the first block, whose probabilities wait for their product."""
     q, q_slot, i, zero = queries
-    mbarrier.wait(shared.k_full.index(turn.k), turn.k_phase)
-    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
+    mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
+    s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     s = warpgroup_mma_wait(0, deps=[s])
-    barrier_arrive(FIRST + turn.k, sizes.THREADS)
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     s = scores(s, modifiers, i, visit.block * sizes.BLOCK_N, band, sizes, True, given, MASK, SCORE)
     p, m_i, _ = softmax(s, m_i, True, unit_behind(modifiers, SCORE))
     l_i = sum_by_place(p, sizes.BLOCK_N)
     p = gl.convert_layout(p.to(shared.v.dtype), P)
-    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     acc = gl.zeros([ROWS, sizes.E], gl.float32, SUMS)
-    return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, turn.v, turn.v_phase)
+    return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, slots.v, slots.v_phase)

@@ -89,23 +89,23 @@ def softmax_fp8(s, m_i, moves, unit):
 
 
 @gluon.jit
-def begin(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
+def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
     """The state after the first block, whose probabilities wait for their product."""
     q, q_slot, i, zero = queries
-    mbarrier.wait(shared.k_full.index(turn.k), turn.k_phase)
-    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
+    mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
+    s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     s = warpgroup_mma_wait(0, deps=[s])
-    barrier_arrive(FIRST + turn.k, sizes.THREADS)
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
     p, m_i, _ = softmax_fp8(s, m_i, True, unit_of(modifiers))
-    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
     zeros = gl.zeros([ROWS, sizes.E // sizes.PIECES], gl.float32, SUMS)
     product = (zeros,) if sizes.PIECES == 1 else ()
     l_i = sum_by_place(p, sizes.BLOCK_N)
     state = PendingSumsFp8((zeros,) * sizes.PIECES, product, packed(p, sizes.BLOCK_N), m_i, l_i)
-    return state, RingSlots(k, k_phase, turn.v, turn.v_phase)
+    return state, RingSlots(k, k_phase, slots.v, slots.v_phase)
 
 
 @gluon.jit
@@ -129,7 +129,9 @@ def add_products(state, slot, shared, sizes):
 
 
 @gluon.jit
-def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr):
+def step_fp8(
+    state, slots, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr
+):
     """The state with one block more; its softmax runs under the product of the block before, if that is one
     piece.
     """
@@ -137,36 +139,36 @@ def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked
     acc, product, m_i, l_i = state.acc, state.product, state.m_i, state.l_i
     n, unit = block * sizes.BLOCK_N, unit_of(modifiers)
     if sizes.PIECES == 1:
-        s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
-        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+        s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
+        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
         adds = (block & 1) == 0
         if adds:
             acc = (add(acc[0], product[0]),)
-        product = (issue_product(state.p, 0, product[0], ~adds, turn.v, shared, sizes),)
+        product = (issue_product(state.p, 0, product[0], ~adds, slots.v, shared, sizes),)
         s = warpgroup_mma_wait(1, deps=[s])
     else:  # scores have no room beside products
-        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
-        acc = add_products(state, turn.v, shared, sizes)
-        s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
+        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
+        acc = add_products(state, slots.v, shared, sizes)
+        s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
     p = gl.exp2(scores(s, modifiers, i, n, band, sizes, masked) * unit - m_i[:, None])
     sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
     raise_flag_above(sums, LIMIT, number)
     if sizes.PIECES == 1:
         done, _ = warpgroup_mma_wait(0, deps=[product[0], state.p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # the values' slot is free
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # the values' slot is free
         product, words = (done,), opaque_words(words)
-    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
-        s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
+        s = issue_scores(q, q_slot, anew(slots.k), shared, zero, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         s = scores(s, modifiers, i, anew(n), band, sizes, True)
         p, m_i, factor = softmax_fp8(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
         l_i *= gl.convert_layout(factor, gl.SliceLayout(1, l_i.type.layout))[:, None]
         acc, product = scaled(acc, factor), scaled(product, factor)
-    barrier_arrive(FIRST + turn.k, sizes.THREADS)  # and the keys'
-    v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # and the keys'
+    v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSumsFp8(acc, product, words, m_i, l_i + sums), RingSlots(k, k_phase, v, v_phase)

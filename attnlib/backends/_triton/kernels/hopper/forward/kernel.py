@@ -114,7 +114,7 @@ def consume(
     FIRST_ROW: gl.constexpr = number * ROWS
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
-    turn, count = RingSlots(0, 0, 0, 0), 0
+    slots, count = RingSlots(0, 0, 0, 0), 0
     make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
@@ -123,13 +123,13 @@ def consume(
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         every = visits_of(work, band, call, sizes)
-        if sizes.LISTED:
+        if sizes.SPARSE:
             bottom, top = 0, every.count
         else:
             mine, all_bottom = blocks_of(work, band, sizes, FIRST_ROW, ROWS), every.top - every.count
             bottom = gl.minimum(gl.maximum(mine.bottom, all_bottom), every.top - 1)
             top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
-            turn = hand_back(turn, every.top - top, shared, sizes)
+            slots = hand_back(slots, every.top - top, shared, sizes)
 
         slope = None
         if call.slopes_ptr is not None:
@@ -148,34 +148,34 @@ def consume(
         given = FunctionArguments(
             work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors
         )
-        block = visited(every, 0, sizes) if sizes.LISTED else top - 1
+        block = visited(every, 0, sizes) if sizes.SPARSE else top - 1
         visit = Visit(block, block, True, top - bottom > 1)
-        state, turn = first_step(
-            turn, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE
+        state, slots = first_step(
+            slots, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE
         )
-        if not sizes.LISTED:
+        if not sizes.SPARSE:
             full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
             full_bottom = bottom
             if sizes.HIDES_FIRST:
                 full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
         for n in range(1, top - bottom):
-            if sizes.LISTED:
+            if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
             else:  # b is no variable of the loop
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
-            state, turn = step(
-                state, turn, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE
+            state, slots = step(
+                state, slots, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE
             )
 
         p = opaque_halves(state.p)
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
-        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
         if sizes.HOLES:
-            clear_others(shared.v.index(turn.v), (block if sizes.LISTED else bottom) * BLOCK_N, band, sizes)
-        acc = warpgroup_mma(p, shared.v.index(turn.v), state.acc, is_async=True)
+            clear_others(shared.v.index(slots.v), (block if sizes.SPARSE else bottom) * BLOCK_N, band, sizes)
+        acc = warpgroup_mma(p, shared.v.index(slots.v), state.acc, is_async=True)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = gl.convert_layout(
@@ -185,11 +185,11 @@ def consume(
         if not sizes.OUT_IN_Q:
             tma.store_wait(0)  # the last tile has left the buffer
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)
-        v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = RingSlots(turn.k, turn.k_phase, v, v_phase)
-        if not sizes.LISTED:
-            turn = hand_back(turn, bottom - all_bottom, shared, sizes)
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
+        v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
+        slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
+        if not sizes.SPARSE:
+            slots = hand_back(slots, bottom - all_bottom, shared, sizes)
         # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
         # selected.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
@@ -227,7 +227,7 @@ def forward(
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q,
-        HOLES, HIDES_FIRST, PACKED, 1, THREADS, LISTED=MASK is not None,
+        HOLES, HIDES_FIRST, PACKED, 1, THREADS, SPARSE=MASK is not None,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)

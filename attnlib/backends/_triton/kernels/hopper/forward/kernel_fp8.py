@@ -56,7 +56,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
     FIRST_ROW: gl.constexpr = number * ROWS
     zero = gl.zeros([ROWS, sizes.BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
-    turn, count = RingSlots(0, 0, 0, 0), 0
+    slots, count = RingSlots(0, 0, 0, 0), 0
     make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
@@ -68,7 +68,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         mine = blocks_of(work, band, sizes, FIRST_ROW, ROWS)
         bottom = gl.minimum(gl.maximum(mine.bottom, every.bottom), every.top - 1)
         top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
-        turn = hand_back(turn, every.top - top, shared, sizes)
+        slots = hand_back(slots, every.top - top, shared, sizes)
 
         slope = None
         if call.slopes_ptr is not None:
@@ -90,7 +90,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         queries = (q, number, i, zero)
 
         block = top - 1
-        state, turn = begin(turn, block, queries, modifiers, band, shared, sizes, SUMS, block > bottom)
+        state, slots = begin(slots, block, queries, modifiers, band, shared, sizes, SUMS, block > bottom)
         full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
         full_bottom = bottom
         if sizes.HIDES_FIRST:
@@ -98,16 +98,16 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         for n in range(1, top - bottom):
             b = block - n
             masked = (b >= full_top) | (b < full_bottom)
-            state, turn = step_fp8(
-                state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number
+            state, slots = step_fp8(
+                state, slots, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number
             )
 
         if sizes.D_TAIL or not sizes.Q_IN_REGISTERS:
             mbarrier.arrive(shared.q_empty.index(number), count=1)
-        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
-        acc = add_products(state, turn.v, shared, sizes)
-        v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = hand_back(RingSlots(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
+        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
+        acc = add_products(state, slots.v, shared, sizes)
+        v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
+        slots = hand_back(RingSlots(slots.k, slots.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale

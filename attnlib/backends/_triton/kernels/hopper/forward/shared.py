@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...band import key_range
-from ...mask_tiles import listed
+from ...mask_tiles import sparse_tiles_of
 from ...tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
@@ -22,8 +22,8 @@ class ForwardSizes(NamedTuple):
     ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first
-    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by
-    channels. ``LISTED``: a function hides keys, and lists say which blocks are left.
+    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TRANSPOSED``: values lie by
+    channels. ``SPARSE``: a function hides keys, and lists say which blocks are left.
     """
 
     D: gl.constexpr
@@ -41,8 +41,8 @@ class ForwardSizes(NamedTuple):
     PACKED: gl.constexpr
     PIECES: gl.constexpr
     THREADS: gl.constexpr
-    TURNED: gl.constexpr = False
-    LISTED: gl.constexpr = False
+    TRANSPOSED: gl.constexpr = False
+    SPARSE: gl.constexpr = False
 
 
 class ForwardCall(NamedTuple):
@@ -154,8 +154,8 @@ class Visit(NamedTuple):
 def visits_of(work, band, call, sizes):
     """The blocks of keys that the work visits."""
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
-    if sizes.LISTED:
-        tiles = listed(
+    if sizes.SPARSE:
+        tiles = sparse_tiles_of(
             call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_M, sizes.PACKED
         )
         return Visits(gl.maximum(tiles.cut + tiles.whole, 1), 0, tiles.cut, tiles.first, call.room)
@@ -167,7 +167,7 @@ def visits_of(work, band, call, sizes):
 @gluon.jit
 def visited(visits, n, sizes):
     """The number of the ``n``-th block that is visited."""
-    if sizes.LISTED:
+    if sizes.SPARSE:
         return gl.load(visits.first_ptr + gl.where(n < visits.cut, n, visits.room - 1 - (n - visits.cut)))
     else:
         return visits.top - 1 - n

@@ -140,7 +140,7 @@ def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, S
     scale = scale_of(shared.scales.index(slot * 4 + 2 + group))
     token = n + tokens_in(gl.SliceLayout(1, SUMS), sizes)
     j = gl.expand_dims(token, 1)
-    s, _ = modify(s, modifiers, i + band.apart, j)
+    s, _ = modify(s, modifiers, i + band.offset, j)
     if (n < split.all_low) | (n + TOKENS > split.all_high):
         s = gl.where(visible(i, j, band), s, float("-inf"))
         scale = gl.where((token >= split.low) & (token < split.high), scale, 0.0)

@@ -70,7 +70,7 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
     s = mma_v2(q[1], right, mma_v2(q[0], left, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS)))
     left, right = both_halves(boxes, number + 2, False, sizes)
     j = gl.expand_dims(n + tokens_in(gl.SliceLayout(1, SUMS), sizes), 1)
-    s, _ = modify(s, modifiers, i + band.apart, j)
+    s, _ = modify(s, modifiers, i + band.offset, j)
     if (n < split.all_low) | (n + TILE > split.all_high):
         s = gl.where(visible(i, j, band), s, float("-inf"))
         token = n + tokens_in(gl.SliceLayout(2, RIGHT), sizes)

@@ -91,7 +91,7 @@ def clear_others(values, n, split):
 def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
     """Scores of products from token ``n`` on, which lie along ``AXIS``; -inf where they are hidden."""
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
-    s, _ = modify(s, modifiers, gl.expand_dims(i + band.apart, AXIS), j)
+    s, _ = modify(s, modifiers, gl.expand_dims(i + band.offset, AXIS), j)
     if (n < split.all_low) | (n + TOKENS > split.all_high):
         s = opaque(gl.where(visible(gl.expand_dims(i, AXIS), j, band), s, float("-inf")))
     return s
