@@ -85,19 +85,33 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
     return Loop(24, (0, 1, 0), softmax=False), Loop(24, (0, 1, 0))
 
 
+def _decode_mla(constants: dict) -> tuple[Loop, ...]:
+    """A loop for each consumer. Of 64 rows, the consumers of even and of odd tiles wait in another order; of
+    16 rows in int8 or fp8, each tile comes in two chunks.
+    """
+    if constants["BLOCK_M"] == 64:
+        return Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))
+    return (Loop(68, (0,) * (5 if "scale_desc" in constants else 2)),) * 2
+
+
+def _decode_gqa(constants: dict) -> tuple[Loop, ...]:
+    """A loop for every 16 rows."""
+    if "k_scale_desc" in constants:
+        return (Loop(64, ()),)
+    return (Loop(32, ()),) * (constants["BLOCK_M"] // 16)
+
+
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
-# By kernel, from the constants that it is compiled for: its loops, in any order.
+# By kernel, from the constants that it is compiled for, and the descriptors that are there: its loops, in any
+# order.
 EXPECTED = MappingProxyType(
     {
         "forward": _forward,
         "forward_fp8": _forward_fp8,
         "backward": _backward,
         "finish_queries": lambda constants: (),
-        "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
-        "decode_bytes": lambda constants: (Loop(68, (0,) * 5),) * 2,
-        "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
-        "decode_page_bytes": lambda constants: (Loop(64, ()),),
-        "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
+        "decode_mla": _decode_mla,
+        "decode_gqa": _decode_gqa,
     }
 )
 # By the first version of Triton that they are for, as launch tables are: a version has those of the newest
@@ -170,7 +184,7 @@ def disorder(name: str, launch: Launch, text: str) -> list[str]:
     found = trips(text)
     if launch.kernel.__name__ not in EXPECTED:
         return [f"has loops that nothing is expected of, {found}; EXPECTED has no {launch.kernel.__name__}"]
-    expected = EXPECTED[launch.kernel.__name__](launch.arguments)
+    expected = EXPECTED[launch.kernel.__name__]({**launch.arguments, **launch.blocks})
     if len(found) != len(expected):
         return [f"has {len(found)} loops with products; expected {len(expected)}"]
     of_any, of_this = (for_version(table, triton_version()) for table in (MOST, SPILLING))

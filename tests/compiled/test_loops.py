@@ -164,7 +164,8 @@ def launch(
     name: str = "forward", module: str = "attnlib.backends._triton.kernels.hopper.forward"
 ) -> SimpleNamespace:
     constants = {"D_MAIN": 16, "D_TAIL": 16, "BLOCK_N": 32, "CONSUMERS": 2}
-    return SimpleNamespace(kernel=SimpleNamespace(__name__=name, __module__=module), arguments=constants)
+    kernel = SimpleNamespace(__name__=name, __module__=module)
+    return SimpleNamespace(kernel=kernel, arguments=constants, blocks={})
 
 
 def numbered(n: int, loop: Sequence[str]) -> str:

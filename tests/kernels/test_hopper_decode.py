@@ -27,10 +27,10 @@ if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capabil
 
 
 def kernel(call: Call) -> str:
-    """The name of the kernel that runs a call."""
+    """The name of the kernel that runs a call, and its rows of queries."""
     asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
     plan = cached.cached_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
-    return plan.decode.kernel.__name__
+    return f"{plan.decode.kernel.__name__} {plan.decode.arguments['BLOCK_M']}"
 
 
 @pytest.mark.parametrize("counts", [1, 3, (1, 40, 0, 1, 5, 2)], ids=str)
@@ -38,7 +38,7 @@ def kernel(call: Call) -> str:
 def test_any_heads_and_tokens(heads, counts):
     call = store(LATENT, Sizes((1024, 41, 327, 513, 70, 2000), page_size=64)).call(counts, heads)
     rows = heads * (counts if isinstance(counts, int) else max(1, -(-sum(counts) // 6)))
-    assert kernel(call) == ("decode_few" if rows <= 16 else "decode_many") or not isinstance(counts, int)
+    assert kernel(call) == f"decode_mla {16 if rows <= 16 else 64}" or not isinstance(counts, int)
     assert_right(call)
 
 
@@ -64,9 +64,9 @@ def test_any_page_and_dtype(heads, page_size):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes(dtype, options, counts):
     stored = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64))
-    for heads, name in ((4, "decode_bytes"), (16, "decode_bytes"), (64, "decode_many")):
+    for heads, rows in ((4, 16), (16, 16), (64, 64)):
         call = stored.call(counts, heads, CAUSAL, options)
-        assert kernel(call) == name or not isinstance(counts, int)
+        assert kernel(call) == f"decode_mla {rows}" or not isinstance(counts, int)
         assert_right(call)
 
 
@@ -139,7 +139,7 @@ def of_any_size(monkeypatch):
 def test_any_kv_heads_and_rows_over_pages(of_any_size, kv_heads, group, tokens):
     layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16)
     call = store(layout, Sizes((1024, 41, 327, 513, 70, 2000))).call(tokens, kv_heads * group)
-    assert kernel(call) == "decode_pages"
+    assert kernel(call).startswith("decode_gqa")
     assert_right(call)
 
 
@@ -161,7 +161,7 @@ def test_any_page_and_dtype_over_pages(of_any_size, kv_heads, page_size):
     call = store(
         KVLayout.grouped(kv_heads, 128, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)
     ).call(1, 8)
-    assert kernel(call) == "decode_pages"
+    assert kernel(call).startswith("decode_gqa")
     assert_right(call)
 
 
@@ -173,7 +173,7 @@ def test_packed_sequences_over_pages(of_any_size, kv_heads, counts):
     """Five tokens are more rows than fit a program."""
     layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16)
     call = store(layout, Sizes((1024, 41, 327, 513, 70, 2000))).call(counts, 4 * kv_heads)
-    assert kernel(call) == "decode_pages"
+    assert kernel(call).startswith("decode_gqa")
     assert_right(call)
 
 
@@ -198,7 +198,7 @@ def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
     call = store(layout, Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]))).call(
         counts, 32, mask, options
     )
-    assert kernel(call) == "decode_page_bytes"
+    assert kernel(call) == "decode_gqa 16"
     assert_right(call)
 
 
@@ -208,7 +208,7 @@ def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
 def test_stored_bytes_over_any_page(of_any_size, kv_heads, dtype, page_size, counts):
     layout = KVLayout.grouped(kv_heads, 128, dtype=torch.float16, store=dtype)
     call = store(layout, Sizes(LENGTHS, STARTS, page_size)).call(counts, 4 * kv_heads)
-    assert kernel(call) == "decode_page_bytes"
+    assert kernel(call) == "decode_gqa 16"
     assert_right(call)
 
 

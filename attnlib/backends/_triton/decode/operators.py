@@ -158,16 +158,10 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
-    from ..kernels.hopper.gqa_decode.int8_fp8 import decode_page_bytes
-    from ..kernels.hopper.gqa_decode.pages import decode_pages
-    from ..kernels.hopper.mla_decode.rows_16 import decode_few
-    from ..kernels.hopper.mla_decode.rows_16_int8_fp8 import decode_bytes
-    from ..kernels.hopper.mla_decode.rows_64 import decode_many
+    from ..kernels.hopper.gqa_decode.kernel import decode_gqa
+    from ..kernels.hopper.mla_decode.kernel import decode_mla
 
-    few, pages = (decode_bytes, decode_page_bytes) if x.case.itemsize == 1 else (decode_few, decode_pages)
-    if not x.case.latent:
-        return pages
-    return few if x.hopper.block_m == 16 else decode_many
+    return decode_mla if x.case.latent else decode_gqa
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
@@ -177,8 +171,10 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     if own and not x.case.latent:
         plane = Block("k", rows, 64, gluon=True, pairs=pairs, together=x.heads)
-        scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
-        named = {"k": plane, "v": plane, "k_scale": scale, "v_scale": scale}
+        named = {"k": plane, "v": plane}
+        if pairs:
+            scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
+            named |= {"k_scale": scale, "v_scale": scale}
         return {f"{name}_desc": block._replace(tensor=name) for name, block in named.items()}
     tail = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
     blocks = {"tail_desc": tail} if x.case.tail else {}

@@ -11,23 +11,21 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of, visible
-from ...paged import ENTRY, claimed
 from ...scores import Modifiers, load_slope, modify, unit_of
 from ...stored_bytes import both_factors, in_range, split_scale
-from ...tile import COUNTS, ChannelBlocks
-from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers, prefetch
-from ..splits import DecodeCall, DecodeOutputs, QueryRows, entry_of, raised, split_of
+from ...tile import ChannelBlocks
+from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers
+from ..splits import entry_of, raised
 from .results import finish, store_channels
 from .shared import (
     BOX,
     HALF,
     TOKENS,
     M,
-    ProgramSizes,
     factor_of,
     row_of,
     rows_in,
@@ -222,61 +220,24 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
     store(state, band, split, call, results, sizes)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_page_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, v_desc, k_scale_desc, v_scale_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of eight KV heads a program.
-
-    Every other parameter is that of the plain kernel.
-    """
-    schedule_ptr += schedule_offset
-    if SCHEDULED:
-        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // WARPS), slots - 1)
-        prefetch(schedule_ptr + slot * ENTRY)
-        prefetch(starts_ptr + slot % batch)
-        prefetch(lengths_ptr + slot % batch)
-    gdc_wait()
-    work, splits, n = claimed(
-        schedule_ptr,
-        cu_seqlens_q_ptr,
-        slots,
-        batch,
-        group,
-        s,
-        long,
-        long_splits,
-        SCHEDULED,
-        KV_HEADS // WARPS,
-        1,
-        M,
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    sizes: gl.constexpr = ProgramSizes(WARPS, WARPS, PAGE, M)
-    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
+@gluon.jit
+def allocate_int8_fp8(dtype: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], dtype)
     SCALES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, WARPS], gl.float32)
-    shared = ScaledPagesShared(
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], BOXES),
+    return ScaledPagesShared(
+        gl.allocate_shared_memory(dtype, [STAGES * 4, WARPS, TOKENS, HALF], BOXES),
         gl.allocate_shared_memory(gl.float32, [STAGES * 4, TOKENS, WARPS], SCALES),
         barriers(STAGES),
     )
-    fence_async_shared()
-    call = DecodeCall(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = DecodeOutputs(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, M, PAGE)
-    STORED: gl.constexpr = k_ptr.dtype.element_ty
+
+
+@gluon.jit
+def decode_int8_fp8(
+    k_desc, v_desc, k_scale_desc, v_scale_desc, queries, split, call, results, shared,
+    STORED: gl.constexpr, sizes,
+):  # fmt: skip
+    """Run a consumer of eight warps and a producer warp."""
     gl.warp_specialize(
         [
             (consume, (queries, split, call, results, shared, STORED, sizes)),

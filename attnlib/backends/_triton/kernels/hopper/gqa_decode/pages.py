@@ -9,22 +9,19 @@ each.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of, visible
-from ...paged import ENTRY, claimed
 from ...scores import Modifiers, load_slope, modify, unit_of
-from ...tile import COUNTS
-from ..primitives import FIRST, barrier_arrive, barriers, prefetch
-from ..splits import BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, split_of, weighed
+from ..primitives import FIRST, barrier_arrive, barriers
+from ..splits import BothHalvesSums, weighed
 from .results import store_joined, store_per_head
 from .shared import (
     HALF,
     TOKENS,
     M,
     PagesShared,
-    ProgramSizes,
     channels,
     factor_of,
     produce,
@@ -122,55 +119,22 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
         store_joined(number, state, band, split, call, results, shared, sizes)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_pages(
-    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, v_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a
-    program.
-
-    Every other parameter is that of the plain kernel.
-    """
-    schedule_ptr += schedule_offset
-    if SCHEDULED:
-        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // HEADS), slots - 1)
-        prefetch(schedule_ptr + slot * ENTRY)
-        prefetch(starts_ptr + slot % batch)
-        prefetch(lengths_ptr + slot % batch)
-    gdc_wait()
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED,
-        KV_HEADS // HEADS, 1, BLOCK_M,
-    )  # fmt: skip
-    if SCHEDULED and work.sequence < 0:
-        return
-    WARPS: gl.constexpr = gl.num_warps()
-    sizes: gl.constexpr = ProgramSizes(WARPS, HEADS, PAGE, BLOCK_M)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
-    shared = PagesShared(
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], LAYOUT),
-        gl.allocate_shared_memory(
-            gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        ),
+@gluon.jit
+def allocate_pages(dtype: gl.constexpr, sizes, STAGES: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([sizes.WARPS, TOKENS, HALF], dtype)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return PagesShared(
+        gl.allocate_shared_memory(dtype, [STAGES * 4, sizes.WARPS, TOKENS, HALF], BOXES),
+        gl.allocate_shared_memory(gl.float32, [2 * sizes.BLOCK_M // M, sizes.WARPS, M], SUMS),
         barriers(STAGES),
     )
-    fence_async_shared()
-    call = DecodeCall(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = DecodeOutputs(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
-    if BLOCK_M == M:
+
+
+@gluon.jit
+def decode_pages(k_desc, v_desc, queries, split, call, results, shared, sizes):
+    """Run a consumer of eight warps, or two of four, and a producer warp."""
+    if sizes.BLOCK_M == M:
         gl.warp_specialize(
             [
                 (consume, (0, queries, split, call, results, shared, sizes)),

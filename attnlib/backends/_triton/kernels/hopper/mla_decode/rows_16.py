@@ -16,14 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of
-from ...paged import claimed
 from ...scores import Modifiers, load_slope
-from ...tile import COUNTS
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of
+from ..splits import TOKENS, BothHalvesSums, entry_of
 from .results import in_fp32, join_and_store
 from .shared import (
     HALF,
@@ -157,44 +155,19 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_few(
-    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
-
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    dtype: gl.constexpr = k_desc.dtype
-    shared = Rows16Shared(
+@gluon.jit
+def allocate_rows_16(dtype: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    return Rows16Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS),
         numbers(4, ROWS), barriers(2), barriers(2),
     )  # fmt: skip
-    fence_async_shared()
-    call = DecodeCall(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = DecodeOutputs(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+
+
+@gluon.jit
+def decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr):
+    """Run two consumers and a producer warp."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

@@ -15,15 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of
-from ...paged import claimed
 from ...scores import Modifiers, load_slope, unit_of
 from ...stored_bytes import both_factors, halved, in_range, split_scale
-from ...tile import COUNTS, ChannelBlocks
+from ...tile import ChannelBlocks
 from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, BothHalvesSums, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of, weighed
+from ..splits import TOKENS, BothHalvesSums, entry_of, weighed
 from .results import in_fp32, join_and_store
 from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
 
@@ -189,43 +188,22 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, scale_desc, stride_qb,
-    stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
+@gluon.jit
+def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
+    """Allocate the shared memory of a program, whose rotary channels are of ``dtype``."""
+    return PairsShared(
+        ring(gl.float16, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
+        ring(dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
+        ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS), barriers(SLOTS),
+    )  # fmt: skip
 
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    shared = PairsShared(
-        ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL),
-        ring(gl.int16, SLOTS, TOKENS, HALF), ring(tail_desc.dtype, SLOTS, TOKENS, TAIL),
-        ring(gl.float32, SLOTS, 1, TOKENS), ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS),
-        barriers(SLOTS),
-    )  # fmt: skip
-    fence_async_shared()
-    call = DecodeCall(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = DecodeOutputs(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
-    STORED: gl.constexpr = k_ptr.dtype.element_ty
+
+@gluon.jit
+def decode_rows_16_int8_fp8(
+    k_desc, tail_desc, scale_desc, queries, split, call, results, shared,
+    STORED: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Run two consumers and a producer warp."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared, STORED)),

@@ -17,14 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of, sees_any
-from ...paged import claimed
 from ...scores import Modifiers, load_slope
-from ...tile import COUNTS
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
-from ..splits import TOKENS, DecodeCall, DecodeOutputs, QueryRows, entry_of, split_of
+from ..splits import TOKENS, entry_of
 from .conversion import convert
 from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
@@ -223,42 +221,21 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     store_half(half, number * HALF, split, call, results)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_many(
-    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr,
-    sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, stride_qb, stride_qs,
-    stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh,
-    stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit, left,
-    right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
-
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    dtype: gl.constexpr = tail_desc.dtype
-    shared = Rows64Shared(
+@gluon.jit
+def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
+    """Allocate the shared memory of a program; ``CONVERTED``: tiles are stored in int8 or fp8."""
+    return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
-        barriers(2, 1 if k_scale_ptr is None else 2),
+        barriers(2, 2 if CONVERTED else 1),
     )  # fmt: skip
-    fence_async_shared()
-    call = DecodeCall(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = DecodeOutputs(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+
+
+@gluon.jit
+def decode_rows_64(
+    k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr
+):
+    """Run two consumers, and a producer warp or the four warps that convert int8 or fp8."""
     if k_scale_ptr is None:
         gl.warp_specialize(
             [
