@@ -9,6 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from ..band import KeyBand, key_range, origin_of
 from ..paged import tokens_of_split
+from ..scores import LOG2E
+from ..split_kv import shares
 from .primitives import anew
 
 TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
@@ -111,6 +113,20 @@ def split_of(
 
 
 @gluon.jit
+def tiles_of(split, SIZE: gl.constexpr):
+    """Return the number of the first tile of ``SIZE`` tokens, and how many there are."""
+    first = split.low // SIZE
+    return first, gl.maximum(gl.cdiv(split.high, SIZE) - first, 0)
+
+
+@gluon.jit
+def row_of(entry, n, call, PAGE: gl.constexpr):
+    """Return the row of the planes that holds token ``n``, on an existing page."""
+    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
+    return page * call.page_rows + (n % PAGE if PAGE else n)
+
+
+@gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
     """The entry of the page table for token ``n``, or for the last one that is seen."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
@@ -145,6 +161,21 @@ def raised(m_i, highest):
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
+
+
+@gluon.jit
+def with_sink(l_i, m_i, head, valid, split, call):
+    """Add the sinks of these heads to sums: return the factor of the sums of values, and the new sums and
+    maxima.
+
+    A sink is a key whose value is 0. Partial results of splits get it when they are combined.
+    """
+    keeps = gl.full(l_i.shape, 1.0, gl.float32, l_i.type.layout)
+    if call.sinks_ptr is not None:
+        mine = valid & (split.splits == 1) & (split.sequence < call.batch)
+        sink = gl.load(call.sinks_ptr + head, mask=mine, other=float("-inf")).to(gl.float32)
+        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+    return keeps, l_i, m_i
 
 
 class DecodeOutputs(NamedTuple):

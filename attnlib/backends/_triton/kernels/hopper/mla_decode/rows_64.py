@@ -21,22 +21,29 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of, sees_any
 from ...scores import Modifiers, load_slope
-from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
-from ..splits import TOKENS, entry_of
+from ..primitives import (
+    FIRST,
+    anew,
+    barrier_arrive,
+    barrier_sync,
+    barriers,
+    clear_edges,
+    ring,
+    scale_rows_in_place,
+    vectors,
+)
+from ..splits import TOKENS, entry_of, tiles_of, with_sink
 from .conversion import convert
-from .results import in_fp32, share_of, store_half, store_lse, with_sink
+from .results import in_fp32, share_of, store_half, store_lse
 from .shared import (
     HALF,
     TAIL,
-    clear_others,
     first_entry,
     load_half,
     load_last_half,
     load_queries,
-    numbers,
-    row_of,
+    row_of_tile,
     softmax,
-    tiles_of,
 )
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -78,12 +85,12 @@ class OneHalfSums(NamedTuple):
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Load pairs of tiles, each half as its slot becomes free."""
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
+        row = row_of_tile(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(LEFT + slot, WITH_PRODUCER)
@@ -132,7 +139,7 @@ def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)
-    clear_others(values, n, split)
+    clear_edges(values, n, split.begin, split.end)
     p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
@@ -147,7 +154,7 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
     m_i = shared.m.index(OTHER).load(gl.SliceLayout(1, SCORES))
     acc, l_i = rescale(state, gl.exp2(state.m_i - gl.where(m_i == float("-inf"), 0.0, m_i)))
     values = shared.left.index(1) if number == 0 else shared.right.index(0)
-    clear_others(values, n, split)
+    clear_edges(values, n, split.begin, split.end)
     return OneHalfSums(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
 
 
@@ -165,20 +172,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = KeyBand(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[:, None]
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
+        slope = gl.expand_dims(slope, 1)
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     state = OneHalfSums(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     for pair in range(gl.cdiv(tiles, 2)):
         n, phase = (first + 2 * pair) * TOKENS, pair & 1
         s = scores(number, tail, zero, shared, phase)
@@ -211,7 +218,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))
     m_i = gl.where(l_i == 0.0, float("-inf"), state.m_i)
-    keeps, l_i, m_i = with_sink(l_i, m_i, r, split, call)
+    keeps, l_i, m_i = with_sink(l_i, m_i, r % call.group, r < split.count * call.group, split, call)
     l_i = gl.where(l_i == 0.0, 1.0, l_i)
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)
@@ -226,7 +233,7 @@ def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
     """Allocate the shared memory of a program; ``CONVERTED``: tiles are stored in int8 or fp8."""
     return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), vectors(4, ROWS), barriers(2),
         barriers(2, 2 if CONVERTED else 1),
     )  # fmt: skip
 
