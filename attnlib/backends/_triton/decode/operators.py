@@ -201,9 +201,8 @@ def cached_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, variant, sparse=sparse)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
-    splits = (
-        x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
-    )  # of a sequence, if all are alike
+    # Of a sequence, if all are alike.
+    splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )

@@ -68,9 +68,8 @@ class DecodeShapes:
             self.b,
             1,
         )
-        if (
-            self.packed
-        ):  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
+        # With room for partial blocks; those of long sequences, which do not fit a slot, or of all.
+        if self.packed:
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
             blocks, partial = (
                 rows // self.tiles.block_m,

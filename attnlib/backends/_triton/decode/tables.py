@@ -15,10 +15,8 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-SMALLEST, LARGEST = (
-    512,
-    4096,
-)  # tokens of the splits of long packed sequences, which have more rows than a tile
+# Tokens of the splits of long packed sequences, which have more rows than a tile.
+SMALLEST, LARGEST = 512, 4096
 LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
 TOGETHER = 16  # rows that a program joins where there are such splits
 JOINING = (

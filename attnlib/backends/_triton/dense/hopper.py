@@ -66,9 +66,8 @@ def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
 def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
-    takes = (
-        a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
-    )  # pieces of a call have not been tried
+    # Pieces of a call have not been tried.
+    takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
     if key.hopper and takes and has_gluon():

@@ -100,9 +100,8 @@ class BackwardShapes(DenseShapes):
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        if (
-            max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD
-        ):  # which a transform did not tell before
+        # Which a transform did not tell before.
+        if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
             raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts

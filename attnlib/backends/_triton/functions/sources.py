@@ -31,10 +31,8 @@ MINIMA = MappingProxyType(
 )
 TILES = frozenset(("score", BY_RESULT))  # inputs that are whole tiles
 ALONG = frozenset(("i", "j")) | TILES  # and those that are no scalars
-LARGEST, SMALLEST = (
-    (2 - 2**-23) * 2.0**127,
-    2.0**-126,
-)  # of fp32; beyond them Triton takes a number to be of fp64
+# Of fp32; beyond them Triton takes a number to be of fp64.
+LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126
 EXACT = 2.0**64  # powers of two up to here, and 1 over them, are fp32 numbers
 
 
@@ -247,9 +245,8 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
-        last = (
-            operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
-        )  # a constant of this kind
+        # A constant of this kind.
+        last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
         elif operation in MINIMA:

@@ -94,17 +94,9 @@ def backward_keys(
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_k_ptr,
-        cu_seqlens_q_ptr,
-        batch,
-        kv_heads,
-        t,
-        s,
-        heads_per_wave,
-        BLOCK_N,
+        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N,
         False,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
@@ -229,17 +221,9 @@ def backward_queries(
     gradients of what a function of indices reads are added up in no fixed order.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        batch,
-        heads,
-        s,
-        t,
-        heads_per_wave,
-        BLOCK_M,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
         right is not None,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, head, kv_head, m0 = work.sequence, work.head, work.head // group, work.start
@@ -326,7 +310,6 @@ def backward_queries(
     seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        slot = (
-            work.row // BLOCK_M + m0 // BLOCK_M
-        )  # packed sequences lie side by side, with a partial block for each
+        # Packed sequences lie side by side, with a partial block for each.
+        slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -78,19 +78,9 @@ def decode(
         gdc_wait()
     schedule_ptr += schedule_offset
     work, splits, n = claimed(
-        schedule_ptr,
-        cu_seqlens_q_ptr,
-        slots,
-        batch,
-        group,
-        s,
-        long,
-        long_splits,
-        SCHEDULED,
-        KV_HEADS,
-        BLOCKS,
-        BLOCK_M,
-    )
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS,
+        BLOCKS, BLOCK_M,
+    )  # fmt: skip
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
     if SCHEDULED and sequence < 0:
         return

@@ -110,9 +110,8 @@ def add_tile(
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
-    MAIN: tl.constexpr = (
-        sizes.E if LATENT else queries.main.shape[1] * PER
-    )  # channels of a key before its tail
+    # Channels of a key before its tail.
+    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
@@ -178,16 +177,9 @@ def add_tile(
 
 @triton.jit
 def sweep(
-    sums,
-    tiles,
-    queries,
-    scoring,
-    stored,
-    sizes,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
+    sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)

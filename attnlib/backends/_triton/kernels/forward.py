@@ -42,17 +42,9 @@ def forward(
     t]``.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        batch,
-        heads,
-        s,
-        t,
-        heads_per_wave,
-        BLOCK_M,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
         right is not None,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others
@@ -118,9 +110,8 @@ def forward(
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
-            if (
-                MASK is not None and phase != 1
-            ):  # before scores, whose layout Triton then takes for their maxima
+            # Before scores, whose layout Triton then takes for their maxima.
+            if MASK is not None and phase != 1:
                 shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.offset)[:, None], j[None, :])
             p = changed(p, modifiers, place, score_tensors, SCORE)

@@ -13,9 +13,8 @@ from .band import Tiles
 from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
 
 CUT: tl.constexpr = tl.constexpr(1)  # a tile of which some pairs are seen
-KINDS: tl.constexpr = tl.constexpr(
-    4
-)  # by which the first tile of a run is multiplied, to have its kind added
+# By which the first tile of a run is multiplied, to have its kind added.
+KINDS: tl.constexpr = tl.constexpr(4)
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are looked at together
 LINES: tl.constexpr = tl.constexpr(4)  # and rows of their states
 

@@ -87,16 +87,9 @@ def factor_of(x):
 
 @triton.jit
 def load_block(
-    x,
-    place,
-    n,
-    valid,
-    channels,
-    SECOND: tl.constexpr,
-    MASKED: tl.constexpr,
-    BY_DESC: tl.constexpr,
+    x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr,
     ANEW: tl.constexpr,
-):
+):  # fmt: skip
     """The first or the second block of a tile; see :func:`load_tile`."""
     FIRST: tl.constexpr = channels.MAIN if SECOND else 0
     COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN

@@ -85,9 +85,8 @@ def split_of(
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
-    entry = gl.load(
-        call.table_ptr + known.to(gl.int64) * call.stride_table + column
-    )  # beside the lengths, not after
+    # Beside the lengths, not after.
+    entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
     end = gl.minimum(work.other + work.others, length)

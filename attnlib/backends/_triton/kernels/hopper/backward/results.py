@@ -57,18 +57,9 @@ def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared,
 
 @gluon.jit
 def put(
-    sums,
-    factor,
-    number: gl.constexpr,
-    tile,
-    desc,
-    to,
-    first: gl.constexpr,
-    WIDTH: gl.constexpr,
-    job,
-    band,
+    sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band,
     sizes,
-):
+):  # fmt: skip
     """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
 
     They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be

@@ -16,9 +16,8 @@ from ..primitives import FIRST, clear_outside
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
 DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # a barrier: nobody reads keys any more
-FREED: gl.constexpr = gl.constexpr(
-    FIRST + 7
-)  # the first barrier of those that hand a slot back to the producer
+# The first barrier of those that hand a slot back to the producer.
+FREED: gl.constexpr = gl.constexpr(FIRST + 7)
 
 
 class BackwardSizes(NamedTuple):

@@ -156,18 +156,9 @@ def consume_upto_128(
     for parity in gl.static_range(2):  # nobody reads these keys any more
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
     put(
-        sums.dv,
-        1.0,
-        number,
-        shared.v.index(number),
-        results.dv.desc,
-        results.dv,
-        0,
-        sizes.E_ALL,
-        job,
-        band,
+        sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,
         sizes,
-    )
+    )  # fmt: skip
     put_keys(sums.dk, sums.dk, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)
 

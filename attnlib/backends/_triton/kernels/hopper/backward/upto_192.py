@@ -125,9 +125,8 @@ def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, siz
     sums = KeyGradients192(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
     all_low, all_high = full_queries(job.start + number * KEYS, job, band)
     wait_for_keys(job, band, shared, sizes)
-    shared.ds.index(number).store(
-        gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K)
-    )  # of the step before the first
+    # Of the step before the first.
+    shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)
     step = first_step(job, call, sizes)
@@ -145,17 +144,8 @@ def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, siz
         add_dq(dq_tail, number, step.dq_before, sizes.D, results, shared, sizes)
     barrier_sync(DONE, CONSUMERS)
     put(
-        sums.dv,
-        1.0,
-        number,
-        shared.v.index(number),
-        results.dv.desc,
-        results.dv,
-        0,
-        sizes.E_ALL,
-        job,
-        band,
+        sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,
         sizes,
-    )
+    )  # fmt: skip
     put_keys(sums.dk, sums.dk_tail, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)

@@ -174,9 +174,8 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
-    mbarrier.wait(
-        shared.k_full.index(k), k_phase, pred=visit.more
-    )  # ptxas moves no wait for a product above this one
+    # ptxas moves no wait for a product above this one.
+    mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
         s = issue_scores(q, q_slot, anew(slots.k), shared, zero, sizes)
@@ -189,9 +188,8 @@ def step(
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p_before])
     barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # and the values'
     acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
-    p = gl.convert_layout(
-        p.to(shared.v.dtype), state.p.type.layout
-    )  # the registers of the last p were in use till now
+    # The registers of the last p were in use till now.
+    p = gl.convert_layout(p.to(shared.v.dtype), state.p.type.layout)
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, v, v_phase)
 

@@ -83,9 +83,8 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
             async_load(v_desc, [head, row, 0], full, shared.boxes.index(number + 2))
             async_load(v_scale_desc, [row, head], full, shared.scales.index(number + 2))
         entries = following
-    for slot in range(
-        gl.minimum(tiles, SLOTS)
-    ):  # a barrier that is left half full would hang the next program
+    # A barrier that is left half full would hang the next program.
+    for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 

@@ -94,9 +94,8 @@ def produce(k_desc, v_desc, split, call, shared, sizes):
             load_part(k_desc, shared.boxes, number, part, head, row, full, sizes)
             load_part(v_desc, shared.boxes, number + 2, part, head, row, full, sizes)
         entries = following
-    for slot in range(
-        gl.minimum(tiles, SLOTS)
-    ):  # a barrier that is left half full would hang the next program
+    # A barrier that is left half full would hang the next program.
+    for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 

@@ -144,9 +144,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    given = in_fp32(
-        shared.right.index(0) if number == 0 else shared.left.index(1), ROWS
-    )  # the slot of its last tile
+    # The slot of its last tile.
+    given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
     sums = BothHalvesSums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)

@@ -87,9 +87,8 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
         async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         async_load(scale_desc, [0, row], full, shared.scale.index(slot))
-    for slot in range(
-        gl.minimum(tiles, SLOTS)
-    ):  # a barrier that is left half full would hang the next program
+    # A barrier that is left half full would hang the next program.
+    for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
