@@ -102,8 +102,8 @@ def _decode_gqa(constants: dict) -> tuple[Loop, ...]:
 
 
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
-# By kernel and form, from the constants that it is compiled for, and the descriptors that are there: its loops,
-# in any order.
+# By kernel and form, from the constants that it is compiled for, and the descriptors that are there: its
+# loops, in any order.
 EXPECTED = MappingProxyType(
     {
         "forward": _forward,
