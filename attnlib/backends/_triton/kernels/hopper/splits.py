@@ -9,8 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from ..band import KeyBand, key_range, origin_of
 from ..paged import tokens_of_split
-from ..scores import LOG2E
-from ..split_kv import shares
 from .primitives import anew
 
 TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
@@ -160,21 +158,6 @@ def raised(m_i, highest):
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
-
-
-@gluon.jit
-def with_sink(l_i, m_i, head, valid, split, call):
-    """Add the sinks of these heads to sums: return the factor of the sums of values, and the new sums and
-    maxima.
-
-    A sink is a key whose value is 0. Partial results of splits get it when they are combined.
-    """
-    keeps = gl.full(l_i.shape, 1.0, gl.float32, l_i.type.layout)
-    if call.sinks_ptr is not None:
-        mine = valid & (split.splits == 1) & (split.sequence < call.batch)
-        sink = gl.load(call.sinks_ptr + head, mask=mine, other=float("-inf")).to(gl.float32)
-        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
-    return keeps, l_i, m_i
 
 
 class DecodeOutputs(NamedTuple):

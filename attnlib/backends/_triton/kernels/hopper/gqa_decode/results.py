@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...band import sees_any
-from ...scores import LN2
+from ...scores import LN2, LOG2E
+from ...split_kv import shares
 from ..primitives import FIRST, barrier_sync, reinterpret
-from ..splits import with_sink
 from .shared import HALF, M, channels, sums_of, threads_of
 
 
@@ -20,8 +20,10 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
     valid, token = (query < split.count) & (h >= 0), (split.row + query).to(gl.int64)
     share = gl.where(sees_any(split.length - split.count + query, band), 1.0, 0.0)
     m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-    keeps, l_i, m_i = with_sink(l_i, m_i, head, valid, split, call)
-    if call.sinks_ptr is not None:
+    if call.sinks_ptr is not None:  # splits get it when they have been joined
+        mine = valid & (split.splits == 1) & (split.sequence < call.batch)
+        sink = gl.load(call.sinks_ptr + head, mask=mine, other=float("-inf")).to(gl.float32)
+        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
         share *= keeps
     l_i = gl.where(l_i == 0.0, 1.0, l_i)
     lse2, line = m_i + gl.log2(l_i), (gl.program_id(0).to(gl.int64) * sizes.HEADS + h) * sizes.BLOCK_M + r

@@ -4,10 +4,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...band import sees_any
-from ...scores import LN2
+from ...scores import LN2, LOG2E
+from ...split_kv import shares
 from ..primitives import barrier_sync, reinterpret
-from ..splits import with_sink
 from .shared import HALF
+
+
+@gluon.jit
+def with_sink(l_i, m_i, r, split, call):
+    """Sums with a key whose value is 0: what they keep of their shares, their weight, and the largest."""
+    keeps = gl.full([r.shape[0]], 1.0, gl.float32, r.type.layout)
+    if call.sinks_ptr is not None:  # splits get it when they have been joined
+        mine = (r < split.count * call.group) & (split.splits == 1) & (split.sequence < call.batch)
+        sink = gl.load(call.sinks_ptr + r % call.group, mask=mine, other=float("-inf")).to(gl.float32)
+        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+    return keeps, l_i, m_i
 
 
 @gluon.jit
@@ -93,8 +104,7 @@ def join_and_store(
     acc = (sums.left if number == 0 else sums.right) * mine[None, :]
     acc += taken.permute((1, 0)).load(LAYOUT) * others[None, :]
     r = split.start + gl.arange(0, ROWS, OF_ROWS)
-    m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-    keeps, l_i, m_i = with_sink(l_i, m_i, r % call.group, r < split.count * call.group, split, call)
+    keeps, l_i, m_i = with_sink(l_i, gl.where(l_i == 0.0, float("-inf"), m_i), r, split, call)
     l_i = gl.where(l_i == 0.0, 1.0, l_i)
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)

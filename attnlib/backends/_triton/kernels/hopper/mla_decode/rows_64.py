@@ -32,9 +32,9 @@ from ..primitives import (
     scale_rows_in_place,
     vectors,
 )
-from ..splits import TOKENS, entry_of, tiles_of, with_sink
+from ..splits import TOKENS, entry_of, tiles_of
 from .conversion import convert
-from .results import in_fp32, share_of, store_half, store_lse
+from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
     HALF,
     TAIL,
@@ -218,7 +218,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))
     m_i = gl.where(l_i == 0.0, float("-inf"), state.m_i)
-    keeps, l_i, m_i = with_sink(l_i, m_i, r % call.group, r < split.count * call.group, split, call)
+    keeps, l_i, m_i = with_sink(l_i, m_i, r, split, call)
     l_i = gl.where(l_i == 0.0, 1.0, l_i)
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)
