@@ -88,8 +88,8 @@ def _dense(build: Build) -> Prepared:
     if build.kernel == "forward":
         plan, dtype = variants.forward(key), named["v"].dtype
         return plan.launches[-1], named | {
-            "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None,
-            "turned": torch.empty(plan.turned, dtype=dtype, device="meta"),
+            "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.dynamic else None,
+            "transposed": torch.empty(plan.transposed, dtype=dtype, device="meta"),
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named

@@ -77,7 +77,7 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
     alone.
     """
     rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
-    if constants["APART"]:
+    if constants["DQ_REGISTERS"]:
         consumer = Loop((channels + 2 * rows) // DEPTH, waits=(0, 1, 0))
         return consumer, Loop(2 * KEYS // DEPTH, (0,), softmax=False), consumer
     if constants["TILES"] == 2:
@@ -85,19 +85,33 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
     return Loop(24, (0, 1, 0), softmax=False), Loop(24, (0, 1, 0))
 
 
+def _decode_mla(constants: dict) -> tuple[Loop, ...]:
+    """A loop for each consumer. Of 64 rows, the consumers of even and of odd tiles wait in another order; of
+    16 rows in int8 or fp8, each tile comes in two chunks.
+    """
+    if constants["BLOCK_M"] == 64:
+        return Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))
+    return (Loop(68, (0,) * (5 if "scale_desc" in constants else 2)),) * 2
+
+
+def _decode_gqa(constants: dict) -> tuple[Loop, ...]:
+    """A loop for every 16 rows."""
+    if "k_scale_desc" in constants:
+        return (Loop(64, ()),)
+    return (Loop(32, ()),) * (constants["BLOCK_M"] // 16)
+
+
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
-# By kernel, from the constants that it is compiled for: its loops, in any order.
+# By kernel and form, from the constants that it is compiled for, and the descriptors that are there: its
+# loops, in any order.
 EXPECTED = MappingProxyType(
     {
         "forward": _forward,
         "forward_fp8": _forward_fp8,
         "backward": _backward,
         "finish_queries": lambda constants: (),
-        "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
-        "decode_bytes": lambda constants: (Loop(68, (0,) * 5),) * 2,
-        "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
-        "decode_page_bytes": lambda constants: (Loop(64, ()),),
-        "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
+        "decode_mla": _decode_mla,
+        "decode_gqa": _decode_gqa,
     }
 )
 # By the first version of Triton that they are for, as launch tables are: a version has those of the newest
@@ -168,17 +182,27 @@ def disorder(name: str, launch: Launch, text: str) -> list[str]:
     if ".hopper." not in launch.kernel.__module__:
         return []
     found = trips(text)
-    if launch.kernel.__name__ not in EXPECTED:
-        return [f"has loops that nothing is expected of, {found}; EXPECTED has no {launch.kernel.__name__}"]
-    expected = EXPECTED[launch.kernel.__name__](launch.arguments)
+    form = form_of(launch)
+    if form not in EXPECTED:
+        return [f"has loops that nothing is expected of, {found}; EXPECTED has no {form}"]
+    expected = EXPECTED[form]({**launch.arguments, **launch.blocks})
     if len(found) != len(expected):
         return [f"has {len(found)} loops with products; expected {len(expected)}"]
     of_any, of_this = (for_version(table, triton_version()) for table in (MOST, SPILLING))
-    spills = of_this.get(name, of_any.get(launch.kernel.__name__, 0))
+    spills = of_this.get(name, of_any.get(form, 0))
     # Versions of Triton write the loops of a kernel in different orders.
     orders = [zip(order, expected, strict=True) for order in permutations(found)]
     wrong = min(([x for pair in order for x in faults(*pair, spills)] for order in orders), key=len)
     return [f"{fault} ({count} of {len(found)} loops)" for fault, count in Counter(wrong).items()]
+
+
+def form_of(launch: Launch) -> str:
+    """Return the kernel's name, with ``_fp8`` behind it for the forward of fp8 inputs, whose values are
+    transposed.
+    """
+    values = launch.blocks.get("v_desc")
+    is_fp8 = values is not None and values.tensor == "transposed"
+    return launch.kernel.__name__ + "_fp8" * is_fp8
 
 
 def faults(trip: Trip, expected: Loop, spills: int = 0) -> list[str]:

@@ -154,27 +154,27 @@ def test_chips_differ_in_how_many_splits_fill_them():
 @pytest.mark.parametrize(
     ("changes", "kernel"),
     [
-        ({"layer": MLA}, "decode_few"),
-        ({"layer": WIDE_MLA}, "decode_many"),
-        ({"layer": MLA, "tokens": 4}, "decode_many"),
-        ({"layer": WIDE_MLA, "page": 0}, "decode_many"),
+        ({"layer": MLA}, "decode_mla 16"),
+        ({"layer": WIDE_MLA}, "decode_mla 64"),
+        ({"layer": MLA, "tokens": 4}, "decode_mla 64"),
+        ({"layer": WIDE_MLA, "page": 0}, "decode_mla 64"),
         ({"layer": WIDE_MLA, "page": 16}, "decode"),
         ({"layer": WIDE_MLA, "aligned": False}, "decode"),
         ({"layer": WIDE_MLA, "dtype": "fp32"}, "decode"),
-        ({"layer": MLA, "store": "fp8"}, "decode_bytes"),
-        ({"layer": WIDE_MLA, "store": "int8", "page": 0}, "decode_many"),
+        ({"layer": MLA, "store": "fp8"}, "decode_mla 16"),
+        ({"layer": WIDE_MLA, "store": "int8", "page": 0}, "decode_mla 64"),
         ({"layer": MLA, "store": "int8", "page": 16}, "decode"),
         ({"layer": MLA, "store": "fp8", "dtype": "fp8"}, "decode"),
         ({"layer": MLA, "store": "int8", "invariant": True}, "decode"),
         ({"layer": MLA, "invariant": True}, "decode"),
         ({"layer": WIDE_MLA, "arch": 100}, "decode"),
-        ({}, "decode_pages"),
-        ({"tokens": 8}, "decode_pages"),
-        ({"store": "int8"}, "decode_page_bytes"),
-        ({"store": "fp8", "page": 0, "packed": True}, "decode_page_bytes"),
+        ({}, "decode_gqa 16"),
+        ({"tokens": 8}, "decode_gqa 32"),
+        ({"store": "int8"}, "decode_gqa 16"),
+        ({"store": "fp8", "page": 0, "packed": True}, "decode_gqa 16"),
         ({"store": "fp8", "tokens": 5}, "decode"),
         ({"store": "int8", "layer": Layer(16, 128, 128)}, "decode"),
-        ({"page": 0, "packed": True}, "decode_pages"),
+        ({"page": 0, "packed": True}, "decode_gqa 16"),
         ({"tokens": 9}, "decode"),
         ({"page": 1}, "decode"),
         ({"aligned": False}, "decode"),
@@ -183,7 +183,9 @@ def test_chips_differ_in_how_many_splits_fill_them():
     ids=str,
 )
 def test_which_calls_hopper_has_kernels_for(changes, kernel):
-    assert prepared(DECODE._replace(**changes))[0].kernel.__name__ == kernel
+    launch, _ = prepared(DECODE._replace(**changes))
+    name, rows = launch.kernel.__name__, launch.arguments["BLOCK_M"]
+    assert kernel == (name if name == "decode" else f"{name} {rows}")
 
 
 @pytest.mark.parametrize("page", [64, 0])

@@ -9,7 +9,7 @@ from compiled.builds import TRAINED, Build, hopper_entries
 from compiled.cached_builds import cached_calls, cached_entries, cached_product
 from compiled.chipless import distinct
 from compiled.launches import prepared
-from compiled.loops import EXPECTED, SPILLING, Loop, Trip, disorder, faults, trips
+from compiled.loops import EXPECTED, SPILLING, Loop, Trip, disorder, faults, form_of, trips
 from compiled.page import shortfall
 
 from tests.compiled.test_compiled import BINARY, BUILD
@@ -165,7 +165,8 @@ def launch(
     name: str = "forward", module: str = "attnlib.backends._triton.kernels.hopper.forward"
 ) -> SimpleNamespace:
     constants = {"D_MAIN": 16, "D_TAIL": 16, "BLOCK_N": 32, "CONSUMERS": 2}
-    return SimpleNamespace(kernel=SimpleNamespace(__name__=name, __module__=module), arguments=constants)
+    kernel = SimpleNamespace(__name__=name, __module__=module)
+    return SimpleNamespace(kernel=kernel, arguments=constants, blocks={})
 
 
 def numbered(n: int, loop: Sequence[str]) -> str:
@@ -204,8 +205,9 @@ def test_what_is_in_disorder_is_amiss():
 def test_every_kernel_of_hopper_has_expectations():
     pytest.importorskip("triton")
     builds = distinct((*hopper_entries(), *cached_entries()))
-    kernels = {prepared(build)[0].kernel for build in builds}
-    assert {kernel.__name__ for kernel in kernels if ".hopper." in kernel.__module__} == EXPECTED.keys()
+    launches = [prepared(build)[0] for build in builds]
+    forms = {form_of(launch) for launch in launches if ".hopper." in launch.kernel.__module__}
+    assert forms == EXPECTED.keys()
     compiled = {str(build) for build in (*builds, *cached_calls(), *cached_product())}
     assert {name for spilling in SPILLING.values() for name in spilling} <= compiled
     plain = {

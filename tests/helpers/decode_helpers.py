@@ -248,7 +248,7 @@ def plan_for(
 
 
 def kernel(call: Call) -> str:
-    """The name of the kernel that runs a call."""
+    """The name of the kernel that runs a call, and its rows of queries."""
     asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
     plan = cached.cached_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
-    return plan.decode.kernel.__name__
+    return f"{plan.decode.kernel.__name__} {plan.decode.arguments['BLOCK_M']}"

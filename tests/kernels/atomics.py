@@ -22,7 +22,14 @@ from attnlib import attention as two_passes
 from attnlib.backends._triton.kernels.backward import prepare
 from attnlib.backends._triton.kernels.band import tile_at, tiles_of
 from attnlib.backends._triton.kernels.scores import LOG2E
-from attnlib.backends._triton.kernels.tile import Channels, Place, Rows, Tile, load_tile, store_tile
+from attnlib.backends._triton.kernels.tile import (
+    ChannelBlocks,
+    Channels,
+    Rows,
+    TilePlace,
+    load_tile,
+    store_tile,
+)
 from attnlib.backends._triton.launching.config import LaunchConfig
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6
@@ -68,7 +75,7 @@ def backward_once(
     pair, n0 = (tl.program_id(0) // along).to(tl.int64), tl.program_id(0) % along * BLOCK_N
     base, row = (pair // heads * s * heads + pair % heads) * D, heads * D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
-    place = Place(pair // heads, 0, pair % heads)
+    place = TilePlace(pair // heads, 0, pair % heads)
     channels: tl.constexpr = Channels(D, D, 0)
     q_rows, dout_rows = Rows(q_ptr, s * row, row, D), Rows(dout_ptr, s * row, row, D)
     k_rows, v_rows = Rows(k_ptr, s * row, row, D), Rows(v_ptr, s * row, row, D)
@@ -105,8 +112,8 @@ def backward_once(
             tl.atomic_add(at, tl.dot(ds.T, k, input_precision=PRECISION), mask=inside[:, None], sem="relaxed")
 
     valid = n0 + n < s
-    store_tile(dk_rows, place, n0, valid, Tile(dk, dk), scale, valid[:, None], channels)
-    store_tile(dv_rows, place, n0, valid, Tile(dv, dv), 1.0, valid[:, None], channels)
+    store_tile(dk_rows, place, n0, valid, ChannelBlocks(dk, dk), scale, valid[:, None], channels)
+    store_tile(dv_rows, place, n0, valid, ChannelBlocks(dv, dv), 1.0, valid[:, None], channels)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, tiles: tuple = LARGE) -> Tensor:

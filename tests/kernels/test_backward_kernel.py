@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 import triton
 from triton import language as tl
 
-from attnlib.backends._triton.kernels.band import Band, query_range
+from attnlib.backends._triton.kernels.band import KeyBand, query_range
 
 # numpy, in which the interpreter computes, tells of every NaN that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -124,7 +124,7 @@ def test_head_dimensions(d, e):
 
 @triton.jit
 def write_range(ptr, j0, j1, first, last, left, right, prefix):
-    band = Band(0, 0, left, right, prefix, 0, 0)
+    band = KeyBand(0, 0, left, right, prefix, 0, 0)
     low, high, all_low, all_high = query_range(j0, j1, first, last, band)
     tl.store(ptr, low)
     tl.store(ptr + 1, high)

@@ -51,8 +51,9 @@ def arguments(case: str) -> tuple:
         return (q[:1], k[:1], v[:1], *(None,) * 14, 0, 0, 0.3, None, 0.0, *(None,) * 4, False)
     if case == "packed":
         slopes = torch.rand(2, device=DEVICE)
-        return (q[0], k[0], v[0], slopes, *(None,) * 3, int32(0, 2, 2, 18), int32(0, 5, 9, 23),
-                *(None,) * 8, 0, 0, 0.3, None, 0.0, 17, 17, None, None, False)  # fmt: skip
+        offsets = int32(0, 2, 2, 18), int32(0, 5, 9, 23)
+        more = 0, 0, 0.3, None, 0.0, 17, 17, None, None, False
+        return (q[0], k[0], v[0], slopes, *(None,) * 3, *offsets, *(None,) * 8, *more)
     seed = torch.tensor([3], device=DEVICE)
     slopes, sinks = torch.rand(2, 2, device=DEVICE), torch.randn(2, device=DEVICE)
     return (

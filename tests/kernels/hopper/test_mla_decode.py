@@ -23,7 +23,7 @@ if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capabil
 def test_any_heads_and_tokens(heads, counts):
     call = store(LATENT, Sizes((1024, 41, 327, 513, 70, 2000), page_size=64)).call(counts, heads)
     rows = heads * (counts if isinstance(counts, int) else max(1, -(-sum(counts) // 6)))
-    assert kernel(call) == ("decode_few" if rows <= 16 else "decode_many") or not isinstance(counts, int)
+    assert kernel(call) == f"decode_mla {16 if rows <= 16 else 64}" or not isinstance(counts, int)
     assert_right(call)
 
 
@@ -49,9 +49,9 @@ def test_any_page_and_dtype(heads, page_size):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes(dtype, options, counts):
     stored = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64))
-    for heads, name in ((4, "decode_bytes"), (16, "decode_bytes"), (64, "decode_many")):
+    for heads, rows in ((4, 16), (16, 16), (64, 64)):
         call = stored.call(counts, heads, CAUSAL, options)
-        assert kernel(call) == name or not isinstance(counts, int)
+        assert kernel(call) == f"decode_mla {rows}" or not isinstance(counts, int)
         assert_right(call)
 
 

@@ -27,14 +27,14 @@ from .shapes import DecodeShapes
 
 class DecodePlan(NamedTuple):
     """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which
-    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``listed`` says what is
+    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``sparse`` says what is
     made before."""
 
     decode: Launch
     variant: str
     combine: Launch | None = None
     floats: int = 0
-    listed: mask_tiles.OverCache | None = None
+    sparse: mask_tiles.OverCache | None = None
 
 
 class Cached:
@@ -110,10 +110,10 @@ class Cached:
         a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
         plan = cached_plan(self.key(a))
         tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)} | captured(a)
-        if plan.listed is not None:
-            tensors["states"] = a.q.new_empty(plan.listed.states, dtype=torch.int8)
-            tensors["runs"] = a.q.new_empty(plan.listed.runs, dtype=torch.int32)
-            plan.listed.launch.on(tensors)
+        if plan.sparse is not None:
+            tensors["states"] = a.q.new_empty(plan.sparse.states, dtype=torch.int8)
+            tensors["runs"] = a.q.new_empty(plan.sparse.runs, dtype=torch.int32)
+            plan.sparse.launch.on(tensors)
         plan.decode.on(tensors)
         if plan.combine is not None:
             plan.combine.on(tensors)
@@ -158,16 +158,10 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
-    from ..kernels.hopper.gqa_decode.int8_fp8 import decode_page_bytes
-    from ..kernels.hopper.gqa_decode.pages import decode_pages
-    from ..kernels.hopper.mla_decode.rows_16 import decode_few
-    from ..kernels.hopper.mla_decode.rows_16_int8_fp8 import decode_bytes
-    from ..kernels.hopper.mla_decode.rows_64 import decode_many
+    from ..kernels.hopper.gqa_decode.kernel import decode_gqa
+    from ..kernels.hopper.mla_decode.kernel import decode_mla
 
-    few, pages = (decode_bytes, decode_page_bytes) if x.case.itemsize == 1 else (decode_few, decode_pages)
-    if not x.case.latent:
-        return pages
-    return few if x.hopper.block_m == 16 else decode_many
+    return decode_mla if x.case.latent else decode_gqa
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
@@ -177,8 +171,10 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     if own and not x.case.latent:
         plane = Block("k", rows, 64, gluon=True, pairs=pairs, together=x.heads)
-        scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
-        named = {"k": plane, "v": plane, "k_scale": scale, "v_scale": scale}
+        named = {"k": plane, "v": plane}
+        if pairs:
+            scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
+            named |= {"k_scale": scale, "v_scale": scale}
         return {f"{name}_desc": block._replace(tensor=name) for name, block in named.items()}
     tail = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
     blocks = {"tail_desc": tail} if x.case.tail else {}
@@ -198,16 +194,15 @@ def cached_plan(key: Key) -> DecodePlan:
     tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
     early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}
-    listed = mask_tiles.OverCache(x) if x.listed else None
-    arguments |= {} if listed is None else listed.arguments
+    sparse = mask_tiles.OverCache(x) if x.sparse else None
+    arguments |= {} if sparse is None else sparse.arguments
     launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
     variant = "plain" if x.hopper is None else "Hopper"
     if not x.scheduled:
-        return DecodePlan(launch, variant, listed=listed)
+        return DecodePlan(launch, variant, sparse=sparse)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
-    splits = (
-        x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
-    )  # of a sequence, if all are alike
+    # Of a sequence, if all are alike.
+    splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
@@ -221,4 +216,4 @@ def cached_plan(key: Key) -> DecodePlan:
     }  # fmt: skip
     programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
-    return DecodePlan(launch, variant, joined, x.lines * (width + 1), listed)
+    return DecodePlan(launch, variant, joined, x.lines * (width + 1), sparse)

@@ -23,9 +23,8 @@ from ..launching.launch import Launch, remembered
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
 
-HALF = (
-    32 << 20
-)  # bytes for queries, and as many for results: of larger steps, NCCL's start counts for nothing
+# Bytes for queries, and as many for results: of larger steps, NCCL's start counts for nothing.
+HALF = 32 << 20
 TIMEOUT = (
     600_000  # milliseconds that a rank waits for the others, as NCCL does by default; then its kernel fails
 )

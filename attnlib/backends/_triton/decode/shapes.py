@@ -44,9 +44,9 @@ class DecodeShapes:
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = layouts.processors(key.device)
         programs = self.g // self.heads * self.blocks  # of each split
-        self.listed = a.mask_program is not None and not a.split_size
+        self.sparse = a.mask_program is not None and not a.split_size
         self.halvings = (
-            0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.listed)
+            0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.sparse)
         )
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
         self.slots = decode_tables.slots(self.b, self.capacity)
@@ -68,9 +68,8 @@ class DecodeShapes:
             self.b,
             1,
         )
-        if (
-            self.packed
-        ):  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
+        # With room for partial blocks; those of long sequences, which do not fit a slot, or of all.
+        if self.packed:
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
             blocks, partial = (
                 rows // self.tiles.block_m,
@@ -92,11 +91,10 @@ class DecodeShapes:
         a, case = self.a, self.case
         main, tail, value = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
         full = self.tiles.tma or self.pairs or not (case.one or a.split_size)
-        full = (full and a.mask_program is None) or self.listed
+        full = (full and a.mask_program is None) or self.sparse
+        out = contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))
         return {
-            **strides(
-                "bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))
-            ),
+            **strides("bshd", q=a.q, o=out),
             **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
             **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
@@ -111,5 +109,5 @@ class DecodeShapes:
             **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
-            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set if tiles are listed
+            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # unless tiles are sparse
         }  # fmt: skip

@@ -15,10 +15,8 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-SMALLEST, LARGEST = (
-    512,
-    4096,
-)  # tokens of the splits of long packed sequences, which have more rows than a tile
+# Tokens of the splits of long packed sequences, which have more rows than a tile.
+SMALLEST, LARGEST = 512, 4096
 LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
 TOGETHER = 16  # rows that a program joins where there are such splits
 JOINING = (
@@ -84,17 +82,16 @@ FP32 = (
     (576, LaunchConfig(16, 16, 1, 8, resident=1)),
 )
 # Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
-LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
-LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
+LATENT_ROWS_16 = LaunchConfig(16, 64, 3, 8, resident=1)
+LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
-HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
-HOPPER_MANY = LaunchConfig(
-    64, 64, 3, 4, tma=True, resident=1
-)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
+HOPPER_ROWS_16 = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
+# 32 heads, 64 x 8k: 168; in two blocks of 16 rows, 183
+HOPPER_ROWS_64 = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)
 # Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and
 # 188.
-HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
-MOST_OF_BYTES = 32  # rows, in two blocks
+HOPPER_INT8_FP8 = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
+MAX_ROWS_INT8_FP8 = 32  # rows, in two blocks
 
 # 128 channels in kernels of their own: 16 rows for all warps, or for each half of them. us, pages of 16, own
 # / cuDNN: 16 x 8k 129.4 / 124.0, 128 x 1k 128.5 / 126.2, 64 x 8k 487 / 480, 1 x 128k 129.6 / 126.7; of 32
@@ -102,39 +99,45 @@ MOST_OF_BYTES = 32  # rows, in two blocks
 # 15.2. 1 x 1k 7.4 / 6.5. Fewer loads in flight are faster. By slots: 16 x 8k 126.8 with two, 127.6 with
 # three; int8 255, 258; MQA 72.4 with two, 70.8 with three, 73.0 with four, 76.6 with six.
 HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
-HOPPER_PAGES_MANY = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
-HELD = (
-    1 << 17
-)  # tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds
+HOPPER_PAGES_ROWS_32 = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
+# Tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds.
+LEAST_CACHED = 1 << 17
 
 
-def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
+def hopper(case: DecodeCase, cached: int) -> LaunchConfig | None:
     """Tiles of Hopper's own kernels over latents of 512 + 64, or keys and values of 128; None where a plain
     one runs.
 
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
     >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m
     (64, 16)
-    >>> hopper(case._replace(page_size=16), 1)
+    >>> hopper(case._replace(page_size=16), 1) is None
+    True
     >>> [hopper(case._replace(rows=rows, itemsize=1), 1).block_m for rows in (16, 32, 64)]
     [16, 16, 64]
     >>> case = DecodeCase(4, 128, 0, 128, 2, False, True, 16, 90, True)
-    >>> hopper(case, HELD).block_m, hopper(case._replace(rows=17), HELD).block_m, hopper(case, 1024)
+    >>> wide = case._replace(rows=17)
+    >>> hopper(case, LEAST_CACHED).block_m, hopper(wide, LEAST_CACHED).block_m, hopper(case, 1024)
     (16, 32, None)
-    >>> [hopper(case._replace(rows=rows, itemsize=1), HELD) is None for rows in (16, 17)]
+    >>> [hopper(case._replace(rows=rows, itemsize=1), LEAST_CACHED) is None for rows in (16, 17)]
     [False, True]
     """
+    is_byte = case.itemsize == 1
     if case.latent:
-        few, most = (HOPPER_BYTES, MOST_OF_BYTES) if case.itemsize == 1 else (HOPPER_FEW, HOPPER_FEW.block_m)
-        many, channels, is_there = HOPPER_MANY, (512, 64, 512), case.itemsize <= 2
+        small, large, channels = (
+            HOPPER_INT8_FP8 if is_byte else HOPPER_ROWS_16,
+            HOPPER_ROWS_64,
+            (512, 64, 512),
+        )
+        max_small, is_there = MAX_ROWS_INT8_FP8 if is_byte else small.block_m, case.itemsize <= 2
     else:
-        few, most, channels = HOPPER_PAGES, HOPPER_PAGES.block_m, (128, 0, 128)
-        many = few if case.itemsize == 1 else HOPPER_PAGES_MANY
-        is_there = case.itemsize <= 2 and held >= HELD and case.rows <= many.block_m
-    is_there = is_there and case.arch == 90 and case.aligned and case.page_size % many.block_n == 0
+        small, channels = HOPPER_PAGES, (128, 0, 128)
+        max_small, large = small.block_m, small if is_byte else HOPPER_PAGES_ROWS_32
+        is_there = case.itemsize <= 2 and cached >= LEAST_CACHED and case.rows <= large.block_m
+    is_there = is_there and case.arch == 90 and case.aligned and case.page_size % large.block_n == 0
     if not is_there or (case.head_dim, case.tail, case.value_dim) != channels:
         return None
-    return few if case.rows <= most else many
+    return small if case.rows <= max_small else large
 
 
 def together(kv_heads: int, config: LaunchConfig | None) -> int:
@@ -155,11 +158,11 @@ def decode(case: DecodeCase) -> LaunchConfig:
     """
     widest = case.widest
     if case.latent and widest > 256 and case.itemsize == 2 and case.arch in (90, 100):
-        if case.rows <= LATENT_FEW.block_m:
-            return LATENT_FEW
-        tma = case.page_size % LATENT_MANY.block_n == 0 and case.aligned
+        if case.rows <= LATENT_ROWS_16.block_m:
+            return LATENT_ROWS_16
+        tma = case.page_size % LATENT_ROWS_64.block_n == 0 and case.aligned
         if case.arch == 90 and (tma or case.one) and not case.changed:
-            return LATENT_MANY._replace(tma=tma)
+            return LATENT_ROWS_64._replace(tma=tma)
     small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if case.itemsize == 1 else (FEW_ROWS, TILE)
     many = MANY_ROWS_CHANGED if case.changed else MANY_ROWS
     table = FP32 if case.itemsize > 2 else many if case.rows > max_rows else small

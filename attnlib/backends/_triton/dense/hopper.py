@@ -25,16 +25,16 @@ ROWS = 64  # queries or keys of a warpgroup
 
 
 class Forward(NamedTuple):
-    """The launches of a forward. Where it is ``drawn``, programs of the last draw their tiles from a counter.
+    """The launches of a forward. Where it is ``dynamic``, tiles of the last are scheduled by a counter.
 
-    The first of two writes values in another order, in the shape of ``turned``, or so many numbers of
+    The first of two writes values in another order, in the shape of ``transposed``, or so many numbers of
     ``lists``.
     """
 
     launches: tuple[Launch, ...]
     variant: str
-    drawn: bool = False
-    turned: tuple[int, ...] = ()
+    dynamic: bool = False
+    transposed: tuple[int, ...] = ()
     lists: int = 0
 
     def counter(self, device: torch.device) -> Tensor | None:
@@ -43,7 +43,7 @@ class Forward(NamedTuple):
         Launches on the default stream share one. Others may be captured, and what they allocate may be a
         graph's.
         """
-        if not self.drawn:
+        if not self.dynamic:
             return None
         return _counter_of(device) if streams().current_stream(device.index) == 0 else _zero(device)
 
@@ -66,15 +66,14 @@ def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
 def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
-    takes = (
-        a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
-    )  # pieces of a call have not been tried
+    # Pieces of a call have not been tried.
+    takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
     if key.hopper and takes and has_gluon():
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
-        return _hopper_forward(x, config, drawn=not x.are_alike, processors=layouts.processors(key.device))
+        return _hopper_forward(x, config, dynamic=not x.are_alike, processors=layouts.processors(key.device))
     launches, lists = passes.forward(x)
     return Forward(launches, "plain", lists=lists)
 
@@ -88,10 +87,9 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
+def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, processors: int) -> Forward:
     from ..kernels.hopper.forward.kernel import forward
-    from ..kernels.hopper.forward.kernel_fp8 import forward_fp8
-    from ..kernels.hopper.forward.turn_values import turn_values
+    from ..kernels.hopper.forward.transpose_values import transpose_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
     # Heads whose blocks are all of one length may run one after another: none waits for the longest.
@@ -102,20 +100,20 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, proce
         _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
         LaunchConfig(block_m, block_n, 1, 4),
     )
-    kernel, before, turned = forward, (), ()
+    before, transposed = (), ()
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
-        turned = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
+        transposed = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
         # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes
         # takes 22.
-        before = (Launch(turn_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
-        kernel, blocks["v_desc"] = forward_fp8, Block("turned", arguments["E_MAIN"], block_n, gluon=True)
+        before = (Launch(transpose_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
+        blocks["v_desc"] = Block("transposed", arguments["E_MAIN"], block_n, gluon=True)
     lists = 0
     if x.states is not None:
         found = mask_tiles.lists(x, launched, by_keys=False)
-        before, arguments, lists, drawn = (found.launch,), arguments | found.arguments, found.numbers, True
-    launch = Launch(kernel, min(processors, tiles), arguments, launched, blocks)
-    return Forward((*before, launch), "Hopper", drawn, turned, lists)
+        before, arguments, lists, dynamic = (found.launch,), arguments | found.arguments, found.numbers, True
+    launch = Launch(forward, min(processors, tiles), arguments, launched, blocks)
+    return Forward((*before, launch), "Hopper", dynamic, transposed, lists)
 
 
 def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
@@ -157,7 +155,7 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
     In a fixed order, programs rely on bands. Atomics, by which what scores read learns, crash ptxas beside
     products; and there is no room for scores, where a derivative needs them.
     """
-    if in_order or not config.apart:
+    if in_order or not config.dq_registers:
         return False
     return a.score_program is None or not (a.learns or derivative(Program(a.score_program)).needs_score)
 

@@ -40,7 +40,7 @@ class BackwardConfig(NamedTuple):
 
     Of 64 keys, one tile, one of two warpgroups makes dk and the other dv; of two tiles each makes both
     gradients. ``by_rows``: a tile of dq is multiplied in halves of its queries, not of its channels.
-    ``apart``: registers of a third warpgroup, which multiplies dq; 0: the two do.
+    ``dq_registers``: registers of a third warpgroup, which multiplies dq; 0: the two do.
     """
 
     block_m: int
@@ -49,7 +49,7 @@ class BackwardConfig(NamedTuple):
     by_rows: bool
     registers: int = 240
     producer_registers: int = 24
-    apart: int = 0
+    dq_registers: int = 0
 
     constants = property(_constants)
 
@@ -122,8 +122,8 @@ L2 = 10 << 20
 # 1k 331, 316; d64 full 516, 480, causal 478, 445. 64 queries a tile at d64: full 486. A third slot: d128 full
 # 543, causal 521 for 576.
 BACKWARD = (
-    (64, BackwardConfig(128, 2, 2, True, registers=216, apart=64)),
-    (128, BackwardConfig(64, 2, 2, False, registers=216, apart=64)),
+    (64, BackwardConfig(128, 2, 2, True, registers=216, dq_registers=64)),
+    (128, BackwardConfig(64, 2, 2, False, registers=216, dq_registers=64)),
     (192, BackwardConfig(64, 2, 2, False)),  # causal 8k 515; one tile of keys 401
     (256, BackwardConfig(64, 1, 2, False)),
 )

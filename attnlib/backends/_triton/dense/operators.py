@@ -70,14 +70,19 @@ class Dense:
             "out",
             "lse",
             "counter",
-            "turned",
+            "transposed",
             *Descales._fields,
         ).on
 
         def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
             out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
-            counter, turned = plan.counter(device), v.new_empty(plan.turned) if plan.turned else None
-            others = [0 if x is None else x.data_ptr() for x in (counter, turned, *(descales or (None,) * 3))]
+            counter, transposed = (
+                plan.counter(device),
+                v.new_empty(plan.transposed) if plan.transposed else None,
+            )
+            others = [
+                0 if x is None else x.data_ptr() for x in (counter, transposed, *(descales or (None,) * 3))
+            ]
             if on((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *others)):
                 return out, lse
             return self._forward(
@@ -106,7 +111,7 @@ class Dense:
             "out": out,
             "lse": lse,
             "counter": plan.counter(a.q.device),
-            "turned": a.v.new_empty(plan.turned),
+            "transposed": a.v.new_empty(plan.transposed),
         }
         made |= _lists(a, plan.lists) | captured(a)
         for launch in plan.launches:

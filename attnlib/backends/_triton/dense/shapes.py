@@ -30,9 +30,7 @@ class DenseShapes:
             aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
             by_function=not (a.mask_program is a.score_program is None), changed=a.score_program is not None,
             exponentials=0 if a.score_program is None else Program(a.score_program).exponentials,
-            gathers=sum(
-                Program(text).gathers for text in (a.mask_program, a.score_program) if text is not None
-            ),
+            gathers=sum(Program(x).gathers for x in (a.mask_program, a.score_program) if x is not None),
         )  # fmt: skip
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
             if x.strides[-3] >= tables.FARTHEST:
@@ -55,7 +53,7 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
-            "room": None, "stride_list_b": None, "stride_list_h": None,  # set if tiles are listed
+            "room": None, "stride_list_b": None, "stride_list_h": None,  # unless tiles are sparse
         }  # fmt: skip
 
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
@@ -102,9 +100,8 @@ class BackwardShapes(DenseShapes):
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        if (
-            max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD
-        ):  # which a transform did not tell before
+        # Which a transform did not tell before.
+        if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
             raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts

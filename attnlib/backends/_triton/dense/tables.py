@@ -5,9 +5,8 @@ from typing import NamedTuple
 from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, widths
 
-L2 = (
-    24 << 20
-)  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
+# Bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache.
+L2 = 24 << 20
 WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
@@ -37,10 +36,8 @@ class DenseCase(NamedTuple):
 # By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k,
 # warm, by tiles of queries x keys; "T" loads by descriptors.
 FORWARD_CAUSAL = (
-    (
-        64,
-        LaunchConfig(128, 64, 3, 8, registers=128),
-    ),  # 1.38, T 1.45; 64 x 64 with 4 warps and 168 registers 1.47
+    # 1.38, T 1.45; 64 x 64 with 4 warps and 168 registers 1.47.
+    (64, LaunchConfig(128, 64, 3, 8, registers=128)),
     (128, LaunchConfig(128, 128, 3, 8, tma=True)),  # 1.16; without T 1.29, 64 x 64 with 4 warps 1.21
     (192, LaunchConfig(128, 64, 3, 8)),  # values of 128: 1.38, T 1.42
     (256, LaunchConfig(128, 64, 2, 8, tma=True)),  # 1.19; without T 1.39
@@ -70,19 +67,15 @@ FORWARD_FP32 = (
 # The backward's passes; causal but for the first number.
 BACKWARD_KEYS = (
     (64, LaunchConfig(128, 64, 2, 4, tma=True)),  # full 4.24, 2.49; 64 x 64 with 3 stages T 4.85, 2.30
-    (
-        128,
-        LaunchConfig(64, 64, 2, 4, tma=True),
-    ),  # full 3.88, 2.02; 64 x 128 with 3 stages, 8 warps T 4.06, 2.03
+    # Full 3.88, 2.02; 64 x 128 with 3 stages, 8 warps T 4.06, 2.03.
+    (128, LaunchConfig(64, 64, 2, 4, tma=True)),
     (192, LaunchConfig(32, 64, 3, 4, tma=True)),  # 2.58; 64 x 128 with 8 warps 3.24
     (256, LaunchConfig(64, 64, 2, 8, tma=True)),  # 3.54; without T 4.03, 32 x 64 T 4.69
 )
 BACKWARD_QUERIES = (
     (64, LaunchConfig(64, 64, 3, 4, tma=True)),  # full 3.19, 1.58; 128 x 64 with 8 warps 3.67, 1.89
-    (
-        128,
-        LaunchConfig(128, 64, 3, 8),
-    ),  # full 2.71, 1.37; T 3.01, 1.50; 64 x 64 with 2 stages, 4 warps T 3.02, 1.60
+    # Full 2.71, 1.37; T 3.01, 1.50; 64 x 64 with 2 stages, 4 warps T 3.02, 1.60.
+    (128, LaunchConfig(128, 64, 3, 8)),
     (192, LaunchConfig(128, 64, 3, 8)),  # 1.78; T 1.96, 2 stages 2.19
     (256, LaunchConfig(128, 32, 3, 8, tma=True)),  # 1.76; 128 x 64 with 1 stage T 2.14, 64 x 64 3.18
 )
@@ -101,10 +94,8 @@ BACKWARD_FP32 = (
 # causal 8k (ALiBi by function; a window of 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3
 # stages 1.21, 0.45, 0.43, 64 x 64 1.39, 0.43, 0.39.
 FORWARD_FUNCTIONS = (
-    (
-        64,
-        LaunchConfig(128, 64, 3, 8, tma=True),
-    ),  # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23
+    # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23.
+    (64, LaunchConfig(128, 64, 3, 8, tma=True)),
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
 )
 BACKWARD_KEYS_FUNCTIONS = (
@@ -113,19 +104,15 @@ BACKWARD_KEYS_FUNCTIONS = (
 )
 BACKWARD_QUERIES_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4)),  # 1.22, 0.24, 0.25; T 1.18, 0.24, 0.28
-    (
-        128,
-        LaunchConfig(64, 64, 2, 4, tma=True),
-    ),  # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45
+    # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45.
+    (128, LaunchConfig(64, 64, 2, 4, tma=True)),
 )
 
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the forward kernel.
 
-    >>> case = DenseCase(
-    ...     head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True
-    ... )
+    >>> case = DenseCase(96, 96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192)
     LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None, resident=2)
     """
@@ -165,9 +152,7 @@ def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache:
     Of the sizes that fit about as well, that which leaves the last wave fullest: a small one ends with the
     long rows of few heads, while most of the GPU waits (an eighth of the time at d = 256, 8k, 16 heads).
 
-    >>> case = DenseCase(
-    ...     head_dim=256, value_dim=256, itemsize=2, causal=True, plain=True, arch=90, aligned=True
-    ... )
+    >>> case = DenseCase(256, 256, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> [heads_per_wave(case, keys=8192, pairs=n, group=1) for n in (16, 18, 2)]
     [4, 3, 2]
     """

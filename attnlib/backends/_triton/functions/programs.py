@@ -1,6 +1,6 @@
 """Mask and score programs as device functions, which kernels take as constexpr arguments and inline.
 
-Captured tensors are passed as ``t``, a tuple with a ``Table`` for each. Indices are int32 scalars, or int32
+Captured tensors are passed as ``t``, a tuple with a ``CapturedTensor`` for each. Indices are int32 scalars, or int32
 tiles that broadcast, and stay below the ``bounds`` that a function is written for.
 """
 
@@ -20,9 +20,9 @@ from .sources import FunctionSource, derivative_source, gradients_source, source
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
     """Return captured tensors as kernels take them; None stays None."""
-    from ..kernels.elements import Table
+    from ..kernels.elements import CapturedTensor
 
-    return tuple(None if x is None else Table(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
+    return tuple(None if x is None else CapturedTensor(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
 
 
 def learned(program: Program) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
-    The function adds to ``grads``, a tuple with an fp32 ``Table`` for each tensor that is :func:`learned` and
+    The function adds to ``grads``, a tuple with an fp32 ``CapturedTensor`` for each tensor that is :func:`learned` and
     None for the others. ``seen`` is True or a tile of bools. Pairs outside it add nothing, whatever their
     scores and derivatives are.
     """

@@ -31,10 +31,8 @@ MINIMA = MappingProxyType(
 )
 TILES = frozenset(("score", BY_RESULT))  # the inputs that are whole tiles
 ALONG = frozenset(("i", "j")) | TILES  # the inputs that are not scalars
-LARGEST, SMALLEST = (
-    (2 - 2**-23) * 2.0**127,
-    2.0**-126,
-)  # the limits of fp32; Triton takes constants beyond them as fp64
+# The limits of fp32; Triton takes constants beyond them as fp64.
+LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126
 EXACT = 2.0**64  # powers of two up to this one, and their inverses, are exact in fp32
 
 
@@ -55,7 +53,7 @@ def source(program: Program, bounds: Bounds) -> FunctionSource:
         says, result = "Whether query ``i`` sees key ``j``", body.mask(parsed.result)
     name = "score" if "score" in parsed.inputs else "mask"
     lines = [*body.lines, f"return {result}"]
-    return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_listed(parsed.captured)}.", lines)
+    return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_described(parsed.captured)}.", lines)
 
 
 def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
@@ -64,7 +62,7 @@ def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
     says = (
         f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it; "
-        f"``t`` has {_listed(captured)}."
+        f"``t`` has {_described(captured)}."
     )
     lines = [*body.lines, f"return {body.tile(by.score, BY_RESULT)}"]
     return _function("derivative", (*_with_derivative(by.inputs), "t"), says, lines)
@@ -80,7 +78,7 @@ def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
         table = f"grads[{tensor.name[1:]}]"
         lines.append(f"add_elements({table}, {body.indices(table, indices)}, {value})")
     says = (
-        f"Add derivatives by what is read of ``t``, {_listed(captured)}, to ``grads``, "
+        f"Add derivatives by what is read of ``t``, {_described(captured)}, to ``grads``, "
         "for pairs that are seen."
     )
     return _function("gradients", (*_with_derivative(by.inputs, "seen"), "t", "grads"), says, lines)
@@ -255,9 +253,8 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
-        last = (
-            operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
-        )  # a constant, wrapped to its kind
+        # A constant, wrapped to its kind.
+        last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
         elif operation in MINIMA:
@@ -325,7 +322,7 @@ def _with_derivative(inputs: Sequence[str], *more: str) -> tuple[str, ...]:
     return score, BY_RESULT, *more, *indices
 
 
-def _listed(captured: Sequence[CapturedKind]) -> str:
+def _described(captured: Sequence[CapturedKind]) -> str:
     return ", ".join(f"{kind}[{rank}]" for kind, rank in captured) or "nothing"
 
 

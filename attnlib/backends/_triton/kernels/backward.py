@@ -8,8 +8,18 @@ delta)``.
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
-from .mask_tiles import entry, listed
+from .band import (
+    KeyBand,
+    bounds,
+    key_range,
+    origin_of,
+    query_range,
+    sees_any,
+    tile_at,
+    tiles_of,
+    visible,
+)
+from .mask_tiles import entry, sparse_tiles_of
 from .scores import (
     LOG2E,
     Modifiers,
@@ -21,7 +31,18 @@ from .scores import (
     unchanged,
     unit_behind,
 )
-from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
+from .tile import (
+    COUNTS,
+    Channels,
+    Rows,
+    TilePlace,
+    add_products,
+    load_tile,
+    locate,
+    products,
+    store_tile,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -39,7 +60,7 @@ def prepare(
     blocks = tl.cdiv(s, BLOCK_M)
     pair, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_M
     sequence, head = pair // heads, pair % heads
-    m, place = tl.arange(0, BLOCK_M), Place(sequence, 0, head)
+    m, place = tl.arange(0, BLOCK_M), TilePlace(sequence, 0, head)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     stored, at = start + m < s, pair * s + start + m
     out = load_tile(Rows(out_ptr, stride_ob, stride_os, stride_oh), place, start, stored, e, True).main
@@ -73,24 +94,16 @@ def backward_keys(
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_k_ptr,
-        cu_seqlens_q_ptr,
-        batch,
-        kv_heads,
-        t,
-        s,
-        heads_per_wave,
-        BLOCK_N,
+        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N,
         False,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    of_k = Place(work.plane, work.row, kv_head)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    of_k = TilePlace(work.plane, work.row, kv_head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, q_desc, q_tail_desc)
     dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -108,9 +121,9 @@ def backward_keys(
     low, high, all_low, all_high = query_range(
         tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band
     )
-    LISTED: tl.constexpr = MASK is not None
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_N, cu_seqlens_k_ptr is not None
         )
         counts = tiles.whole, tiles.cut
@@ -122,14 +135,14 @@ def backward_keys(
         # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might
         # take it for more, and issue them for a loop that has no step: they would land in the tiles of the
         # next one.
-        tiles_of_head = tl.maximum(room // GROUP if LISTED else count, 1)
-        steps = count if LISTED else GROUP * count  # a list has those of all heads
+        tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
+        steps = count if SPARSE else GROUP * count  # a list has those of all heads
         for step in tl.range(0, steps, num_stages=STAGES):  # one loop for the group's heads never drains
-            tile = entry(tiles, step, MASKED) if LISTED else step
+            tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
-            m0 = tile * BLOCK_M if LISTED else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
-            i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
+            m0 = tile * BLOCK_M if SPARSE else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
+            i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they
             # are zeros.
@@ -143,7 +156,7 @@ def backward_keys(
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
             modifiers = Modifiers(scale, softcap, slope)
-            s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
+            s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.offset, j)
             place = placed(origin, sequence, head, i, j, i0)
             score = changed(s_ij, modifiers, place, score_tensors, SCORE)
             if not MASKED:
@@ -208,24 +221,16 @@ def backward_queries(
     gradients of what a function of indices reads are added up in no fixed order.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        batch,
-        heads,
-        s,
-        t,
-        heads_per_wave,
-        BLOCK_M,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
         right is not None,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, head, kv_head, m0 = work.sequence, work.head, work.head // group, work.start
     keys, rows = work.others, work.rows
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = (
         None
         if alibi_slopes_ptr is None
@@ -233,7 +238,7 @@ def backward_queries(
     )
     modifiers = Modifiers(scale, softcap, slope)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
-    of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
+    of_q, of_k = TilePlace(work.plane, work.row, head), TilePlace(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -254,11 +259,11 @@ def backward_queries(
 
     i0 = keys - rows + m0
     i = (i0 + m)[:, None]
-    i_whole = i + band.apart
+    i_whole = i + band.offset
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    LISTED: tl.constexpr = MASK is not None
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
         )
         counts = tiles.whole, tiles.cut
@@ -269,7 +274,7 @@ def backward_queries(
         for step in tl.range(0, counts[MASKED], num_stages=STAGES):
             n0 = (
                 entry(tiles, step, MASKED) * BLOCK_N
-                if LISTED
+                if SPARSE
                 else tile_at(step, tiles, MASKED, BLOCK_N, BLOCK_N)
             )
             j = n0 + tl.arange(0, BLOCK_N)
@@ -305,7 +310,6 @@ def backward_queries(
     seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        slot = (
-            work.row // BLOCK_M + m0 // BLOCK_M
-        )  # packed sequences lie side by side, with a partial block for each
+        # Packed sequences lie side by side, with a partial block for each.
+        slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

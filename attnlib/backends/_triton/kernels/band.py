@@ -8,11 +8,11 @@ import triton.language as tl
 MASK_FIELDS = ("left", "right", "prefix")  # kernels' parameters
 
 
-class Band(NamedTuple):
+class KeyBand(NamedTuple):
     """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
 
     None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of
-    which this is a piece, queries lie ``apart`` more from the keys, and keys begin at ``key``.
+    which this is a piece, queries lie ``offset`` more from the keys, and keys begin at ``key``.
     """
 
     start: tl.tensor
@@ -20,11 +20,11 @@ class Band(NamedTuple):
     left: tl.tensor | None
     right: tl.tensor | None
     prefix: tl.tensor | None
-    apart: tl.tensor
+    offset: tl.tensor
     key: tl.tensor
 
 
-class Origin(NamedTuple):
+class ChunkOrigin(NamedTuple):
     """Where a piece of a call begins in the whole."""
 
     query: tl.tensor
@@ -37,11 +37,13 @@ class Origin(NamedTuple):
 def origin_of(origin_ptr, sequence, batch):
     """The origin of one sequence from int32 ``[b, 4]``; zeros where there is none."""
     if origin_ptr is None:
-        return Origin(0, 0, 0, 0)
+        return ChunkOrigin(0, 0, 0, 0)
     else:
         known, at = sequence < batch, origin_ptr + sequence * 4
         query, key = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
-        return Origin(query, key, tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0))
+        return ChunkOrigin(
+            query, key, tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0)
+        )
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def bounds(starts_ptr, ends_ptr, sequence, keys):
 def visible(i, j, band):
     """Whether query ``i`` sees key ``j``, for index tensors that broadcast."""
     seen = (i == i) & (j >= band.start) & (j < band.end)
-    i += band.apart
+    i += band.offset
     if band.left is not None:
         seen = seen & (j >= i - band.left)
     if band.right is not None:
@@ -87,7 +89,7 @@ def key_range(i0, i1, band):
     """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each
     does.
     """
-    i0, i1 = i0 + band.apart, i1 + band.apart
+    i0, i1 = i0 + band.offset, i1 + band.offset
     low, high, all_low, all_high = reach(i0, i1, band.start, band.end, band.left, band.right)
     if band.prefix is not None:
         prefix = tl.minimum(band.prefix - band.key, band.end)
@@ -107,7 +109,9 @@ def query_range(j0, j1, first, last, band):
     """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see
     each.
     """
-    low, high, all_low, all_high = reach(j0 - band.apart, j1 - band.apart, first, last, band.right, band.left)
+    low, high, all_low, all_high = reach(
+        j0 - band.offset, j1 - band.offset, first, last, band.right, band.left
+    )
     if band.prefix is not None:
         low = tl.where(j0 < band.prefix - band.key, first, low)
         all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)

@@ -9,9 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .tile import COUNTS, load_columns
 
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
-OF_ZEROS: tl.constexpr = tl.constexpr(
-    2.0**-40
-)  # the scale of nothing but zeros; as in backends/_torch/pages.py
+# The scale of nothing but zeros; as in backends/_torch/pages.py.
+OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .band import Band, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import Scoring, Sizes, Stored, Sums, sweep
+from .band import KeyBand, key_range, origin_of, sees_any, tiles_of
+from .decode_tiles import DecodeSizes, RunningSums, Scoring, Stored, sweep
 from .paged import claimed, tokens_of_split
-from .runs import Blocks, Range, States, list_runs, run_at
+from .runs import BlockSizes, SplitTokens, States, list_runs, run_at
 from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_behind
 from .split_kv import join, shares
-from .stored_bytes import Queries, halved, in_range, pairs_at
-from .tile import COUNTS, Rows, Tile, load_columns
+from .stored_bytes import QueryFactors, halved, in_range, pairs_at
+from .tile import COUNTS, ChannelBlocks, Rows, load_columns
 
 
 @triton.jit
@@ -29,12 +29,12 @@ def sums_of_splits(
     """
     acc, m_i = empty.acc, empty.m_i
     l_i = tl.zeros([m_i.shape[0]], tl.float32)
-    APART: tl.constexpr = len(empty.l_i.shape) == 2
+    BY_PLACE: tl.constexpr = len(empty.l_i.shape) == 2
     for split in range(low // SIZE, tl.cdiv(high, SIZE)):
         split_low, split_high = tl.maximum(low, split * SIZE), tl.minimum(high, (split + 1) * SIZE)
         tiles = tiles_of(split_low, split_high, 0, 0, 0, sizes.EDGE)
         part = sweep(empty, tiles, queries, scoring, stored, sizes, MASK, SCORE, True)
-        part_l = tl.sum(part.l_i, 1) if APART else part.l_i
+        part_l = tl.sum(part.l_i, 1) if BY_PLACE else part.l_i
         divisor = tl.where(part_l == 0.0, 1.0, part_l)
         lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
         acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
@@ -78,19 +78,9 @@ def decode(
         gdc_wait()
     schedule_ptr += schedule_offset
     work, splits, n = claimed(
-        schedule_ptr,
-        cu_seqlens_q_ptr,
-        slots,
-        batch,
-        group,
-        s,
-        long,
-        long_splits,
-        SCHEDULED,
-        KV_HEADS,
-        BLOCKS,
-        BLOCK_M,
-    )
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS,
+        BLOCKS, BLOCK_M,
+    )  # fmt: skip
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
     if SCHEDULED and sequence < 0:
         return
@@ -100,7 +90,7 @@ def decode(
     begin = tl.minimum(tl.maximum(work.other, tl.load(starts_ptr + known)), length)
     end = tl.minimum(work.other + work.others, length)
     origin = origin_of(origin_ptr, known, batch)
-    band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
 
     r, rows = work.start + tl.arange(0, BLOCK_M), count * group
     valid = r < rows
@@ -124,21 +114,21 @@ def decode(
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
-    APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
+    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(
+    sizes: tl.constexpr = DecodeSizes(
         D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION
     )
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
     q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
-    queries = Tile(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
+    queries = ChannelBlocks(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
     if SCALED and q.dtype != tl.float32:
         queries, gain = in_range(queries, k_tail_ptr.dtype.element_ty if LATENT and D_TAIL else tl.float16)
         scale *= descaled(gain, q_descale_ptr, known * (KV_HEADS * group) + head, sequence, batch)[:, None]
-    queries = halved(queries) if PAIRS else Queries(queries.main, queries.main, queries.tail)
+    queries = halved(queries) if PAIRS else QueryFactors(queries.main, queries.main, queries.tail)
     slope = (
         None
         if alibi_slopes_ptr is None
@@ -150,24 +140,24 @@ def decode(
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
-    sums = Sums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
+    sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if BY_PLACE else l_i)
     if SPLIT_SIZE:  # not FULL
         acc, l_i, m_i = sums_of_splits(
             low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
         )
     else:
         if states_ptr is not None:
-            blocks: tl.constexpr = Blocks(
+            blocks: tl.constexpr = BlockSizes(
                 BLOCK_M, BLOCK_N, GRAIN_M, GRAIN, KV_HEADS, cu_seqlens_q_ptr is not None
             )
             states = States(states_ptr, runs_ptr, planes, columns, room, batch, s, group)
-            runs = list_runs(states, blocks, work, first, last, Range(low, high, all_low, all_high))
+            runs = list_runs(states, blocks, work, first, last, SplitTokens(low, high, all_low, all_high))
             sums = sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK, SCORE)
         else:
             tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
             for MASKED in tl.static_range(0 if FULL else 1, 2):
                 sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
-        acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
+        acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if BY_PLACE else sums.l_i
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 

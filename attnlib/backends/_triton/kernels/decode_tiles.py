@@ -5,14 +5,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import Band, Origin, tile_at, visible
+from .band import ChunkOrigin, KeyBand, tile_at, visible
 from .paged import entries_at, page_in, place
 from .scores import Modifiers, changed, modify, online_softmax, placed, unit_behind
 from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
 
-class Sizes(NamedTuple):
+class DecodeSizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how
     to sum.
 
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
     high: tl.tensor
 
 
-class Sums(NamedTuple):
+class RunningSums(NamedTuple):
     """The running output, maximum and sum of FlashAttention; or sums, by place in a tile.
 
     ``odd`` are odd channels of the output, where ``acc`` has the even ones; else it goes unread.
@@ -76,8 +76,8 @@ class Scoring(NamedTuple):
     head: tl.tensor
     sequence: tl.tensor
     first: tl.tensor
-    origin: Origin
-    band: Band
+    origin: ChunkOrigin
+    band: KeyBand
     modifiers: Modifiers
     mask_tensors: tuple
     score_tensors: tuple
@@ -110,9 +110,8 @@ def add_tile(
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
-    MAIN: tl.constexpr = (
-        sizes.E if LATENT else queries.main.shape[1] * PER
-    )  # channels of a key before its tail
+    # Channels of a key before its tail.
+    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
@@ -147,7 +146,7 @@ def add_tile(
         s *= k_scale[None, :]
     if sizes.D_TAIL and LATENT:  # whose scale is 1
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
-    s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
+    s, _ = modify(s, modifiers, (i + band.offset)[:, None], j[None, :])
     s = changed(s, modifiers, at, scoring.score_tensors, SCORE)
     unit = unit_behind(modifiers, SCORE)
     if SCALED:
@@ -173,21 +172,14 @@ def add_tile(
         v = as_factor(v, q.dtype, sizes.NATIVE, True)
         acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
         acc_odd = sums.odd
-    return Sums(acc, acc_odd, m_i, l_i)
+    return RunningSums(acc, acc_odd, m_i, l_i)
 
 
 @triton.jit
 def sweep(
-    sums,
-    tiles,
-    queries,
-    scoring,
-    stored,
-    sizes,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
+    sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)

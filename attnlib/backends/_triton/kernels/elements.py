@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-class Table(NamedTuple):
+class CapturedTensor(NamedTuple):
     """A captured tensor as kernels take it: a size and a stride for each dimension, which may be none."""
 
     ptr: tl.tensor

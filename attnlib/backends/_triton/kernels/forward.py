@@ -5,8 +5,8 @@ sequence.
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .mask_tiles import entry, listed
+from .band import KeyBand, bounds, key_range, origin_of, sees_any, visible
+from .mask_tiles import entry, sparse_tiles_of
 from .scores import (
     LN2,
     LOG2E,
@@ -20,7 +20,7 @@ from .scores import (
     placed,
     unit_behind,
 )
-from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
+from .tile import COUNTS, ChannelBlocks, Channels, Rows, TilePlace, load_tile, locate, products, store_tile
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -42,23 +42,15 @@ def forward(
     t]``.
     """
     work = locate(
-        tl.program_id(0),
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        batch,
-        heads,
-        s,
-        t,
-        heads_per_wave,
-        BLOCK_M,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
         right is not None,
-    )
+    )  # fmt: skip
     if work.start >= work.rows:
         return
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = (
         None
         if alibi_slopes_ptr is None
@@ -72,7 +64,7 @@ def forward(
     unit = unit_behind(modifiers, SCORE)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
-    of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
+    of_q, of_k = TilePlace(work.plane, work.row, head), TilePlace(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -95,10 +87,10 @@ def forward(
     i0 = keys - work.rows + work.start
     i = i0 + m
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    LISTED: tl.constexpr = MASK is not None
-    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or LISTED
-    if LISTED:
-        tiles = listed(
+    SPARSE: tl.constexpr = MASK is not None
+    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or SPARSE
+    if SPARSE:
+        tiles = sparse_tiles_of(
             lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
         )
         edges = tiles.before, tiles.whole, tiles.cut
@@ -108,21 +100,20 @@ def forward(
         all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
         edges = tl.minimum(all_low, high), all_high, high
     for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full ones, masked ones
-        if LISTED:
+        if SPARSE:
             begin = tiles.before if phase == 2 else 0
         else:
             begin = low if phase == 0 else (all_low if phase == 1 else all_high)
-        for at in tl.range(begin, edges[phase], 1 if LISTED else BLOCK_N, num_stages=STAGES):
-            n = entry(tiles, at, phase != 1) * BLOCK_N if LISTED else at
+        for at in tl.range(begin, edges[phase], 1 if SPARSE else BLOCK_N, num_stages=STAGES):
+            n = entry(tiles, at, phase != 1) * BLOCK_N if SPARSE else at
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
-            if (
-                MASK is not None and phase != 1
-            ):  # before scores, whose layout Triton then takes for their maxima
+            # Before scores, whose layout Triton then takes for their maxima.
+            if MASK is not None and phase != 1:
                 shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
-            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
+            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.offset)[:, None], j[None, :])
             p = changed(p, modifiers, place, score_tensors, SCORE)
             if phase != 1:
                 seen = visible(i[:, None], j[None, :], band)
@@ -148,4 +139,4 @@ def forward(
     )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
     sees = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
-    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, sees, e)
+    store_tile(out_rows, of_q, work.start, stored, ChannelBlocks(acc, acc), factor, sees, e)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, query_range
+from .band import KeyBand, bounds, key_range, origin_of, query_range
 from .scores import placed
 from .tile import COUNTS, locate
 
@@ -23,7 +23,7 @@ EACH: tl.constexpr = tl.constexpr(4)  # tiles side by side that a program looks 
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
-class Listed(NamedTuple):
+class SparseTiles(NamedTuple):
     """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and
     whole.
 
@@ -57,11 +57,11 @@ def lines_of(rows, batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def listed(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """What is listed for a block of rows."""
     line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
     first = line + HEADER
-    return Listed(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
+    return SparseTiles(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def entry(tiles, n, CUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
-    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # None if absent
-    batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr,
-    MASK: tl.constexpr,
+    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # all but the first may be None
+    mask_tensors, batch, planes, s, t, columns, left, right, prefix,
+    BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
 
@@ -90,7 +90,7 @@ def classify_tiles(
     if (work.start >= rows) | (first * GRAIN >= keys):
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
     i0 = keys - rows + work.start
     low, high, _, _ = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
@@ -140,7 +140,7 @@ def list_tiles(
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, keys)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     i0, stop = keys - queries, work.start + OWN
     if BY_KEYS:
         first = tl.maximum(work.start, start)

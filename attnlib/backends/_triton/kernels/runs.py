@@ -13,9 +13,8 @@ from .band import Tiles
 from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
 
 CUT: tl.constexpr = tl.constexpr(1)  # a tile of which some pairs are seen
-KINDS: tl.constexpr = tl.constexpr(
-    4
-)  # by which the first tile of a run is multiplied, to have its kind added
+# By which the first tile of a run is multiplied, to have its kind added.
+KINDS: tl.constexpr = tl.constexpr(4)
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are looked at together
 LINES: tl.constexpr = tl.constexpr(4)  # and rows of their states
 
@@ -37,7 +36,7 @@ class States(NamedTuple):
     group: tl.tensor
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The rows and keys of a tile; queries and keys of one with a state; and what tells rows of all blocks
     apart.
     """
@@ -51,18 +50,18 @@ class Blocks(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The states of some rows of tiles: ``rows`` in each of so many ``heads``, which are ``apart`` rows
-    apart.
+    """The states of some rows of tiles: ``rows`` in each of so many ``heads``; the next head begins
+    ``stride_heads`` rows further.
     """
 
     ptr: tl.tensor
     heads: tl.tensor
     rows: tl.tensor
-    apart: tl.tensor
+    stride_heads: tl.tensor
     columns: tl.tensor
 
 
-class Range(NamedTuple):
+class SplitTokens(NamedTuple):
     """The tokens ``[low, high)`` of a split, of which a block of queries sees all of ``[all_low,
     all_high)``.
     """
@@ -86,10 +85,10 @@ def lines_for(x, sizes, work, first, last):
     """The states of queries ``[first, last)`` of a sequence, in all heads of a group that differ."""
     rows = tl.maximum((last - 1) // sizes.GRAIN_M - first // sizes.GRAIN_M + 1, 1)
     heads, head = tl.where(x.planes > 1, x.group, 1), tl.where(x.planes > 1, work.head * x.group, 0)
-    apart = lines_of(x.s, x.batch, sizes.GRAIN_M, sizes.PACKED)
-    row = (work.plane * x.planes + head) * apart
+    stride_heads = lines_of(x.s, x.batch, sizes.GRAIN_M, sizes.PACKED)
+    row = (work.plane * x.planes + head) * stride_heads
     row += slot_of(work.row, work.sequence, first, sizes.GRAIN_M, sizes.PACKED)
-    return Lines(x.ptr + row.to(tl.int64) * x.columns, heads, rows, apart, x.columns)
+    return Lines(x.ptr + row.to(tl.int64) * x.columns, heads, rows, stride_heads, x.columns)
 
 
 @triton.jit
@@ -102,7 +101,8 @@ def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
     for several in range(0, lines.heads * lines.rows, LINES):
         at = several + tl.arange(0, LINES)
         line = (
-            lines.ptr + (at // per_head * lines.apart + at % per_head).to(tl.int64)[:, None] * lines.columns
+            lines.ptr
+            + (at // per_head * lines.stride_heads + at % per_head).to(tl.int64)[:, None] * lines.columns
         )
         for b in tl.static_range(max(1, N // GRAIN)):
             other = n * N // GRAIN + b

@@ -79,7 +79,7 @@ def modify(s, modifiers, i, j):
     return s, derivative
 
 
-class Place(NamedTuple):
+class PairIndices(NamedTuple):
     """What functions of indices are given of a tile: its indices in the whole of which this is a piece."""
 
     b: tl.tensor
@@ -93,7 +93,7 @@ class Place(NamedTuple):
 def placed(origin, sequence, head, i, j, first):
     """The indices of a tile, from those of a piece; ``first`` is that of the sequence's first query."""
     b, h = (origin.sequence + sequence).to(tl.int32), (origin.head + head).to(tl.int32)
-    return Place(b, h, i + origin.query, j + origin.key, first + origin.query)
+    return PairIndices(b, h, i + origin.query, j + origin.key, first + origin.query)
 
 
 @triton.jit

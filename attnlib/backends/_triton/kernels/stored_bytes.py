@@ -7,10 +7,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile import Tile
+from .tile import ChannelBlocks
 
 
-class Queries(NamedTuple):
+class QueryFactors(NamedTuple):
     """Rows of queries, and their tail; of pairs ``main`` has the even channels, and ``odd`` the odd ones."""
 
     main: tl.tensor
@@ -87,7 +87,7 @@ def halved(queries):
     """Queries that meet pairs."""
     main = queries.main.reshape(queries.main.shape[0], queries.main.shape[1] // 2, 2)
     even, odd = tl.split(main)
-    return Queries(even, odd, queries.tail)
+    return QueryFactors(even, odd, queries.tail)
 
 
 @triton.jit
@@ -103,7 +103,9 @@ def in_range(queries, of_tail: tl.constexpr):
     top = tl.maximum(tl.max(tl.abs(q), CHANNELS), tl.max(tl.abs(tail), CHANNELS))
     exponent = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
     power = tl.expand_dims((0x7F000000 - exponent).to(tl.float32, bitcast=True), CHANNELS)
-    return Tile((q * power).to(tl.float16), (tail * power).to(of_tail)), exponent.to(tl.float32, bitcast=True)
+    return ChannelBlocks((q * power).to(tl.float16), (tail * power).to(of_tail)), exponent.to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit

@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     tail_desc: tl.tensor | None = None
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where the rows of a head of a sequence begin in a tensor. A packed tensor is one sequence."""
 
     b: tl.tensor
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     h: tl.tensor
 
 
-class Tile(NamedTuple):
+class ChannelBlocks(NamedTuple):
     """Some rows in blocks of their channels. Without a second block, ``tail`` is any tile and goes unread."""
 
     main: tl.tensor
@@ -87,16 +87,9 @@ def factor_of(x):
 
 @triton.jit
 def load_block(
-    x,
-    place,
-    n,
-    valid,
-    channels,
-    SECOND: tl.constexpr,
-    MASKED: tl.constexpr,
-    BY_DESC: tl.constexpr,
+    x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr,
     ANEW: tl.constexpr,
-):
+):  # fmt: skip
     """The first or the second block of a tile; see :func:`load_tile`."""
     FIRST: tl.constexpr = channels.MAIN if SECOND else 0
     COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN
@@ -118,7 +111,7 @@ def load_tile(
     """
     BY_DESC: tl.constexpr = x.desc is not None and not (MASKED and HOLES)
     main = load_block(x, place, n, valid, channels, False, MASKED, BY_DESC, ANEW)
-    return Tile(
+    return ChannelBlocks(
         main, load_block(x, place, n, valid, channels, True, MASKED, BY_DESC, ANEW) if channels.TAIL else main
     )
 
@@ -138,7 +131,7 @@ def store_tile(x, place, n, valid, tile, factor, seen, channels):
 def zeros(channels, ROWS: tl.constexpr):
     """A tile to add products to."""
     main = tl.zeros([ROWS, channels.MAIN], tl.float32)
-    return Tile(main, tl.zeros([ROWS, channels.TAIL], tl.float32) if channels.TAIL else main)
+    return ChannelBlocks(main, tl.zeros([ROWS, channels.TAIL], tl.float32) if channels.TAIL else main)
 
 
 @triton.jit
@@ -156,7 +149,7 @@ def add_products(sums, x, y, channels, PRECISION: tl.constexpr):
     main, tail = tl.dot(x.to(y.main.dtype), y.main, sums.main, input_precision=PRECISION), sums.tail
     if channels.TAIL:
         tail = tl.dot(x.to(y.tail.dtype), y.tail, sums.tail, input_precision=PRECISION)
-    return Tile(main, tail)
+    return ChannelBlocks(main, tail)
 
 
 @triton.jit

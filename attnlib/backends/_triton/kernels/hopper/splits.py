@@ -7,7 +7,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..band import Band, key_range, origin_of
+from ..band import KeyBand, key_range, origin_of
 from ..paged import tokens_of_split
 from .primitives import anew
 
@@ -15,7 +15,7 @@ TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
 MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grows before sums are scaled again
 
 
-class Problem(NamedTuple):
+class DecodeCall(NamedTuple):
     """The call, by the parameters of the kernel; a page begins ``page_rows`` rows of a plane after the one
     before.
     """
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     softcap: gl.tensor
 
 
-class Queries(NamedTuple):
+class QueryRows(NamedTuple):
     """Where queries lie."""
 
     q_ptr: gl.tensor
@@ -83,14 +83,13 @@ def split_of(
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
-    entry = gl.load(
-        call.table_ptr + known.to(gl.int64) * call.stride_table + column
-    )  # beside the lengths, not after
+    # Beside the lengths, not after.
+    entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
     end = gl.minimum(work.other + work.others, length)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(begin, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(begin, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
     first, last = (
         work.start // call.group,
         gl.minimum((work.start + BLOCK_M - 1) // call.group + 1, work.rows),
@@ -111,11 +110,36 @@ def split_of(
 
 
 @gluon.jit
+def tiles_of(split, SIZE: gl.constexpr):
+    """Return the number of the first tile of ``SIZE`` tokens, and how many there are."""
+    first = split.low // SIZE
+    return first, gl.maximum(gl.cdiv(split.high, SIZE) - first, 0)
+
+
+@gluon.jit
+def row_of(entry, n, call, PAGE: gl.constexpr):
+    """Return the row of the planes that holds token ``n``, on an existing page."""
+    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
+    return page * call.page_rows + (n % PAGE if PAGE else n)
+
+
+@gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
     """The entry of the page table for token ``n``, or for the last one that is seen."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     return gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + (n // PAGE if PAGE else n * 0))
+
+
+class BothHalvesSums(NamedTuple):
+    """The running sums of both halves of the channels; of probabilities, or of these by place in a tile; the
+    running maximum.
+    """
+
+    left: gl.tensor
+    right: gl.tensor
+    l_i: gl.tensor
+    m_i: gl.tensor
 
 
 @gluon.jit
@@ -136,7 +160,7 @@ def raised(m_i, highest):
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
 
 
-class Results(NamedTuple):
+class DecodeOutputs(NamedTuple):
     """Pointers and strides of the output and the LSE, and of partial results of splits, which have ``lines``
     rows.
     """

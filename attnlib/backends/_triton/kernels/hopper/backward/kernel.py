@@ -13,22 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...band import Band, bounds, origin_of
+from ...band import KeyBand, bounds, origin_of
 from ...tile import COUNTS, locate
-from ..primitives import barriers, ring
+from ..primitives import barriers, ring, vectors
 from .producer import produce
-from .results import Gradient, Results
-from .shared import KEYS, Problem, Shared, Sizes, job_of
+from .results import Gradient, GradientOutputs
+from .shared import KEYS, BackwardCall, BackwardShared, BackwardSizes, job_of
 from .turns import end_turns, wait_for_turns
-from .upto_128 import consume_apart, multiply_queries
-from .upto_192 import consume_wide
+from .upto_128 import consume_upto_128, multiply_queries
+from .upto_192 import consume_upto_192
 from .upto_256 import consume_keys, consume_values
-
-
-@gluon.jit
-def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
-    """Room for ``SLOTS`` vectors."""
-    return gl.allocate_shared_memory(gl.float32, [SLOTS, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -54,7 +48,7 @@ def allocate(tile_type: gl.constexpr, sizes):
     )
     if sizes.AFTER:
         turn = barriers(1)
-    shared = Shared(
+    shared = BackwardShared(
         q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), keys_full,
         barriers(SLOTS, 2), barriers(SLOTS, 1), turn,
     )  # fmt: skip
@@ -73,8 +67,9 @@ def backward(
     batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, sums, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
     BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr,
-    APART: gl.constexpr, AFTER: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # of functions of indices, where apart
+    DQ_REGISTERS: gl.constexpr, AFTER: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # if DQ_REGISTERS
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a
     head.
@@ -87,8 +82,8 @@ def backward(
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
-    sizes: gl.constexpr = Sizes(
-        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
+    sizes: gl.constexpr = BackwardSizes(
+        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, DQ_REGISTERS > 0, AFTER,
         MASK is not None,
     )  # fmt: skip
     shared = allocate(q_desc.dtype, sizes)
@@ -104,20 +99,20 @@ def backward(
     )
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.rows)
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    call = Problem(
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    call = BackwardCall(
         lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads,
         group, dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room, mask_tensors,
         score_tensors,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
-    results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
-    if APART:
+    results, job = GradientOutputs(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
+    if DQ_REGISTERS:
         gl.warp_specialize(
             [
-                (consume_apart, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
-                (consume_apart, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_upto_128, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_upto_128, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
                 (
                     produce,
@@ -127,13 +122,13 @@ def backward(
                 (end_turns, (work, job, call, sizes)),
             ],
             [4, 4, 1, 1, 1],
-            [REGISTERS, APART, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [REGISTERS, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif TILES == 2:  # never in a fixed order
         gl.warp_specialize(
             [
-                (consume_wide, (0, job, band, call, results, shared, sizes)),
-                (consume_wide, (1, job, band, call, results, shared, sizes)),
+                (consume_upto_192, (0, job, band, call, results, shared, sizes)),
+                (consume_upto_192, (1, job, band, call, results, shared, sizes)),
                 (
                     produce,
                     (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes),

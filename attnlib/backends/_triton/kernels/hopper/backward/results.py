@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
-from ...band import Band, bounds, origin_of, sees_any
+from ...band import KeyBand, bounds, origin_of, sees_any
 from ...tile import COUNTS, locate
 from ..primitives import add_fours, async_store
 from .shared import KEYS
@@ -29,7 +29,7 @@ class Gradient(NamedTuple):
     stride_h: gl.tensor
 
 
-class Results(NamedTuple):
+class GradientOutputs(NamedTuple):
     """Where gradients go."""
 
     dk: Gradient
@@ -57,18 +57,9 @@ def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared,
 
 @gluon.jit
 def put(
-    sums,
-    factor,
-    number: gl.constexpr,
-    tile,
-    desc,
-    to,
-    first: gl.constexpr,
-    WIDTH: gl.constexpr,
-    job,
-    band,
+    sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band,
     sizes,
-):
+):  # fmt: skip
     """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
 
     They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be
@@ -153,7 +144,7 @@ def finish_queries(
         return
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.others)
     origin = origin_of(origin_ptr, work.sequence, batch)
-    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     tile = (work.plane * heads + work.head) * dq_tiles + work.start // BLOCK_M
     if cu_seqlens_q_ptr is not None:
         tile += work.row // BLOCK_M + work.sequence

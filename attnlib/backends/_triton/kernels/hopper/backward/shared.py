@@ -10,25 +10,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import query_range
-from ...mask_tiles import listed
-from ..primitives import FIRST
+from ...mask_tiles import sparse_tiles_of
+from ..primitives import FIRST, clear_outside
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
 DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # a barrier: nobody reads keys any more
-FREED: gl.constexpr = gl.constexpr(
-    FIRST + 7
-)  # the first barrier of those that hand a slot back to the producer
+# The first barrier of those that hand a slot back to the producer.
+FREED: gl.constexpr = gl.constexpr(FIRST + 7)
 
 
-class Sizes(NamedTuple):
+class BackwardSizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile,
     slots.
 
     ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
-    rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``:
-    programs add to dq in any order (0), after that of the next keys (1), or of the keys before (-1).
-    ``LISTED``: a function hides keys, and lists say which tiles are left.
+    rows beyond a sequence's keys may be another's. ``DQ_WARPGROUP``: a third warpgroup multiplies dq.
+    ``AFTER``: programs add to dq in any order (0), after that of the next keys (1), or of the keys before
+    (-1). ``SPARSE``: a function hides keys, and lists say which tiles are left.
     """
 
     D: gl.constexpr
@@ -42,12 +41,12 @@ class Sizes(NamedTuple):
     BY_ROWS: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
-    APART: gl.constexpr
+    DQ_WARPGROUP: gl.constexpr
     AFTER: gl.constexpr
-    LISTED: gl.constexpr = False
+    SPARSE: gl.constexpr = False
 
 
-class Problem(NamedTuple):
+class BackwardCall(NamedTuple):
     """The call, by the parameters of the kernel."""
 
     lse2_ptr: gl.tensor
@@ -101,7 +100,7 @@ class Job(NamedTuple):
     entries_ptr: gl.tensor = 0
 
 
-class Step(NamedTuple):
+class QueryStep(NamedTuple):
     """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a
     list.
     """
@@ -113,7 +112,7 @@ class Step(NamedTuple):
     number: gl.tensor
 
 
-class Shared(NamedTuple):
+class BackwardShared(NamedTuple):
     """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is
     there.
     """
@@ -155,7 +154,7 @@ def job_of(work, band, call, sizes):
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
         first += tiles - 1
-    if sizes.LISTED:
+    if sizes.SPARSE:
         first = 0
     first_dq = (
         work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
@@ -163,9 +162,9 @@ def job_of(work, band, call, sizes):
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
-    if sizes.LISTED:
+    if sizes.SPARSE:
         BLOCK_N: gl.constexpr = sizes.TILES * KEYS
-        left = listed(
+        left = sparse_tiles_of(
             call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED
         )
         steps, cut, entries_ptr, tiles = left.cut + left.whole, left.cut, left.first, call.room // call.group
@@ -176,22 +175,22 @@ def job_of(work, band, call, sizes):
 
 
 @gluon.jit
-def listed_step(number, job, call):
+def sparse_step(number, job, call):
     """The tile of queries of this number in a list. The tile before is itself."""
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
     member, tile = found // job.tiles, found % job.tiles
     dq = job.first_dq + member * call.dq_tiles + tile
-    return Step(tile, job.kv_head * call.group + member, dq, dq, number)
+    return QueryStep(tile, job.kv_head * call.group + member, dq, dq, number)
 
 
 @gluon.jit
 def first_step(job, call, sizes):
     """The first tile of queries. The tile before is itself: what is added there is zeros."""
-    if sizes.LISTED:
-        return listed_step(job.steps * 0, job, call)
+    if sizes.SPARSE:
+        return sparse_step(job.steps * 0, job, call)
     else:
-        return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
+        return QueryStep(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
 
 
 @gluon.jit
@@ -201,8 +200,8 @@ def next_step(step, job, call, sizes):
     After the program of the keys before, tiles follow backwards, and in all heads of the group before the
     next: each program so begins where that one did.
     """
-    if sizes.LISTED:
-        return listed_step(step.number + 1, job, call)
+    if sizes.SPARSE:
+        return sparse_step(step.number + 1, job, call)
     else:
         if sizes.AFTER < 0:
             tile, head, dq = step.tile, step.head + 1, step.dq + call.dq_tiles
@@ -212,7 +211,7 @@ def next_step(step, job, call, sizes):
             tile, head, dq = step.tile + 1, step.head, step.dq + 1
             if tile == job.tiles:
                 tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
-        return Step(tile, head, dq, step.dq, 0)
+        return QueryStep(tile, head, dq, step.dq, 0)
 
 
 @gluon.jit
@@ -232,18 +231,6 @@ def full_queries(j, job, band):
 
 
 # ---- what consumers read
-
-
-@gluon.jit
-def clear_outside(tile, n, low, high):
-    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HEIGHT: gl.constexpr = tile.shape[0]
-    for first in gl.static_range(0, HEIGHT, 16):
-        rows = tile.slice(first, 16, 0)
-        i = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        x = rows.load(LAYOUT)
-        rows.store(gl.where(((i >= low) & (i < high))[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit

@@ -26,8 +26,8 @@ from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tile
 @gluon.jit
 def meet(WAITS: gl.constexpr, sizes):
     """Come to the barrier of a tile of dq that has been added to: who added goes on, and two warps wait."""
-    NUMBER: gl.constexpr = DONE if sizes.APART else FIRST + 4  # free where dq is made
-    THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.APART else CONSUMERS) + 64
+    NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # free where dq is made
+    THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.DQ_WARPGROUP else CONSUMERS) + 64
     if WAITS:
         barrier_sync(NUMBER, THREADS)
     else:
@@ -80,7 +80,7 @@ def wait_to_add(n, shared, sizes):
 
 
 @gluon.jit
-def tell_added(n, sizes):
+def mark_added(n, sizes):
     """Say that this warpgroup has added to the tile of step ``n``."""
     if sizes.AFTER:
         if n >= 0:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...band import visible
-from ...scores import Modifiers, Place, changed, load_slope, modify, unchanged, unit_behind
+from ...scores import Modifiers, PairIndices, changed, load_slope, modify, unchanged, unit_behind
 from ..primitives import (
     FIRST,
     add_fours,
@@ -45,14 +45,14 @@ from .shared import (
     start_of,
     wait_for_keys,
 )
-from .turns import tell_added, wait_to_add
+from .turns import mark_added, wait_to_add
 
 FULL: gl.constexpr = FIRST  # a barrier for each slot of ds: both consumers have stored theirs
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)  # and one for each consumer too: dq has been made of it
 ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads that multiply
 
 
-class Sums(NamedTuple):
+class KeyGradients(NamedTuple):
     """The gradients of a consumer's keys."""
 
     dk: gl.tensor
@@ -92,8 +92,8 @@ def advance(
     if call.slopes_ptr is not None:
         slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
-    s, derivative = modify(s, modifiers, i + band.apart, j)
-    place = Place(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
+    s, derivative = modify(s, modifiers, i + band.offset, j)
+    place = PairIndices(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
@@ -120,11 +120,11 @@ def advance(
     barrier_arrive(FULL + now.parity, ALL)
     dk, dv, _, _ = warpgroup_mma_wait(0, deps=[dk, dv, p_as_factor, ds16])
     barrier_arrive(FREED + slot, CONSUMERS + 32)
-    return Sums(dk, dv)
+    return KeyGradients(dk, dv)
 
 
 @gluon.jit
-def consume_apart(
+def consume_upto_128(
     number: gl.constexpr, job, band, call, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,9 @@ def consume_apart(
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
-    sums = Sums(gl.zeros([KEYS, sizes.D], gl.float32, OF_K), gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
+    sums = KeyGradients(
+        gl.zeros([KEYS, sizes.D], gl.float32, OF_K), gl.zeros([KEYS, sizes.E], gl.float32, OF_V)
+    )
     first_key = job.start + number * KEYS
     all_low, all_high = full_queries(first_key, job, band)
     ends = (first_key < band.start) | (first_key + KEYS > band.end)  # whatever lists say of these keys
@@ -140,7 +142,7 @@ def consume_apart(
     step = first_step(job, call, sizes)
     for n in range(job.steps):
         i0 = job.ahead + start_of(step, job, sizes)
-        if sizes.LISTED:
+        if sizes.SPARSE:
             masked = (n < job.cut) | ends
         else:
             masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
@@ -154,18 +156,9 @@ def consume_apart(
     for parity in gl.static_range(2):  # nobody reads these keys any more
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
     put(
-        sums.dv,
-        1.0,
-        number,
-        shared.v.index(number),
-        results.dv.desc,
-        results.dv,
-        0,
-        sizes.E_ALL,
-        job,
-        band,
+        sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,
         sizes,
-    )
+    )  # fmt: skip
     put_keys(sums.dk, sums.dk, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)
 
@@ -204,5 +197,5 @@ def multiply_queries(job, call, results, shared, sizes):
             wait_to_add(n >> 1, shared, sizes)
         add_fours(sums_ptr + gl.arange(0, SIZE, held.type.layout), held)
         if half == 1:
-            tell_added(n >> 1, sizes)
+            mark_added(n >> 1, sizes)
             step = next_step(step, job, call, sizes)

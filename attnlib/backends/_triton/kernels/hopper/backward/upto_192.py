@@ -38,7 +38,7 @@ from .shared import (
 )
 
 
-class Sums(NamedTuple):
+class KeyGradients192(NamedTuple):
     """The gradients of a consumer's keys."""
 
     dk: gl.tensor
@@ -108,11 +108,11 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
     add_dq(dq_tail, number, step.dq_before, sizes.D, results, shared, sizes)
     dk_tail = warpgroup_mma_wait(0, deps=[dk_tail])
     barrier_arrive(FREED + slot, CONSUMERS + 32)
-    return Sums(dk, dk_tail, dv)
+    return KeyGradients192(dk, dk_tail, dv)
 
 
 @gluon.jit
-def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
+def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, sizes):
     """The gradients of a consumer's keys, and what they add to those of queries."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
@@ -122,12 +122,11 @@ def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
         gl.zeros([KEYS, sizes.D], gl.float32, OF_K),
         gl.zeros([KEYS, sizes.D_TAIL], gl.float32, OF_TAIL),
     )
-    sums = Sums(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
+    sums = KeyGradients192(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
     all_low, all_high = full_queries(job.start + number * KEYS, job, band)
     wait_for_keys(job, band, shared, sizes)
-    shared.ds.index(number).store(
-        gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K)
-    )  # of the step before the first
+    # Of the step before the first.
+    shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)
     step = first_step(job, call, sizes)
@@ -145,17 +144,8 @@ def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
         add_dq(dq_tail, number, step.dq_before, sizes.D, results, shared, sizes)
     barrier_sync(DONE, CONSUMERS)
     put(
-        sums.dv,
-        1.0,
-        number,
-        shared.v.index(number),
-        results.dv.desc,
-        results.dv,
-        0,
-        sizes.E_ALL,
-        job,
-        band,
+        sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,
         sizes,
-    )
+    )  # fmt: skip
     put_keys(sums.dk, sums.dk_tail, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)

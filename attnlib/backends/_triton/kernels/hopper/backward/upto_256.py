@@ -32,7 +32,7 @@ from .shared import (
     start_of,
     wait_for_keys,
 )
-from .turns import tell_added, wait_to_add
+from .turns import mark_added, wait_to_add
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)
 P_EMPTY: gl.constexpr = gl.constexpr(FIRST + 1)
@@ -56,7 +56,7 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
         dq = warpgroup_mma_wait(0, deps=[issue_share(number, (job.steps & 1) ^ 1, shared, sizes)])
         wait_to_add(job.steps - 1, shared, sizes)
         add_dq(dq, number, tile, 0, results, shared, sizes)
-        tell_added(job.steps - 1, sizes)
+        mark_added(job.steps - 1, sizes)
     barrier_sync(DONE, CONSUMERS)
 
 
@@ -87,7 +87,7 @@ def consume_values(job, band, call, results, shared, sizes):
         if call.slopes_ptr is not None:
             slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
         modifiers = Modifiers(call.scale, call.softcap, slope)
-        s, derivative = modify(s, modifiers, i + band.apart, j)
+        s, derivative = modify(s, modifiers, i + band.offset, j)
         s *= unit_of(modifiers)
         if not IN_SUMS:
             s -= spread(shared.lse.index(slot), zero)
@@ -107,7 +107,7 @@ def consume_values(job, band, call, results, shared, sizes):
         dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
         dq = warpgroup_mma_wait(0, deps=[dq])
         add_dq(dq, 0, step.dq_before, 0, results, shared, sizes)
-        tell_added(n - 1, sizes)
+        mark_added(n - 1, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
         step = next_step(step, job, call, sizes)
     barrier_sync(P_EMPTY, CONSUMERS)
@@ -156,7 +156,7 @@ def consume_keys(job, band, call, results, shared, sizes):
         dq = warpgroup_mma_wait(0, deps=[dq])
         wait_to_add(n - 1, shared, sizes)
         add_dq(dq, 1, step.dq_before, 0, results, shared, sizes)
-        tell_added(n - 1, sizes)
+        mark_added(n - 1, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
         step = next_step(step, job, call, sizes)
     finish_dq(1, step.dq_before, job, results, shared, sizes)

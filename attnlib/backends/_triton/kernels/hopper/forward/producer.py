@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...band import Band, bounds, origin_of
+from ...band import KeyBand, bounds, origin_of
 from ...tile import Work
 from ..primitives import FIRST, async_load, barrier_sync
 from .shared import ROWS, post, visited, visits_of, work_of
-from .turn_values import block_of
+from .transpose_values import block_of
 
 
 @gluon.jit
@@ -24,10 +24,10 @@ def next_tile(tile, counter_ptr, tiles):
     if counter_ptr is None:
         return tile + step
     else:
-        drawn = gl.atomic_add(counter_ptr, 1)
-        if drawn == tiles - 1:
+        claimed = gl.atomic_add(counter_ptr, 1)
+        if claimed == tiles - 1:
             gl.atomic_xchg(counter_ptr, 0)
-        return drawn + step
+        return claimed + step
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
 
 
 @gluon.jit
-def load_turned(desc, tiles, slot, full, at):
+def load_transposed(desc, tiles, slot, full, at):
     """Load a tile of values by channels: all channels of the keys from ``at[1]`` on."""
     plane, key, head = at
     ready = full.index(slot)
@@ -82,13 +82,13 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         work = work_of(tile, call, sizes)
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
-        band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         visits = visits_of(work, band, call, sizes)
         plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
         first_key = work.other.to(gl.int32)
-        first_turned = 0
-        if sizes.TURNED and sizes.PACKED:
-            first_turned = block_of(first_key, work.sequence.to(gl.int32), sizes.BLOCK_N) * sizes.BLOCK_N
+        first_transposed = 0
+        if sizes.TRANSPOSED and sizes.PACKED:
+            first_transposed = block_of(first_key, work.sequence.to(gl.int32), sizes.BLOCK_N) * sizes.BLOCK_N
         for step in range(visits.count):
             n = visited(visits, step, sizes) * sizes.BLOCK_N
             at = (plane, first_key + n, kv_head)
@@ -102,8 +102,10 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
                 load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             if loaded >= sizes.V_SLOTS:
                 barrier_sync(V_NUMBER + v_slot, THREADS)
-            if sizes.TURNED:
-                load_turned(v_desc, shared.v, v_slot, shared.v_full, (plane, first_turned + n, kv_head))
+            if sizes.TRANSPOSED:
+                load_transposed(
+                    v_desc, shared.v, v_slot, shared.v_full, (plane, first_transposed + n, kv_head)
+                )
             else:
                 load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)
             k_slot = gl.where(k_slot + 1 == sizes.K_SLOTS, 0, k_slot + 1)

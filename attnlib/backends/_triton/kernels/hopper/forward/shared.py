@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...band import key_range
-from ...mask_tiles import listed
+from ...mask_tiles import sparse_tiles_of
 from ...tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
@@ -17,13 +17,13 @@ POSTS: gl.constexpr = gl.constexpr(2)  # works that are posted: the last one, an
 WORDS: gl.constexpr = gl.constexpr(8)  # of a post
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each
     ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first
-    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by
-    channels. ``LISTED``: a function hides keys, and lists say which blocks are left.
+    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TRANSPOSED``: values lie by
+    channels. ``SPARSE``: a function hides keys, and lists say which blocks are left.
     """
 
     D: gl.constexpr
@@ -41,11 +41,11 @@ class Sizes(NamedTuple):
     PACKED: gl.constexpr
     PIECES: gl.constexpr
     THREADS: gl.constexpr
-    TURNED: gl.constexpr = False
-    LISTED: gl.constexpr = False
+    TRANSPOSED: gl.constexpr = False
+    SPARSE: gl.constexpr = False
 
 
-class Problem(NamedTuple):
+class ForwardCall(NamedTuple):
     """The call, by the parameters of the kernel; ``tiles`` are its blocks of queries, of all heads and
     sequences.
     """
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     room: gl.tensor = None
 
 
-class Shared(NamedTuple):
+class ForwardShared(NamedTuple):
     """Shared memory: rings of tiles, the work that the producer posts, and the barriers that say when each is
     there.
     """
@@ -95,7 +95,7 @@ class Shared(NamedTuple):
     v_full: gl.shared_memory_descriptor
 
 
-class Blocks(NamedTuple):
+class KeyBlocks(NamedTuple):
     """Numbers of blocks of keys: those seen, ``[bottom, top)``, and among them those that all rows see
     whole.
     """
@@ -126,7 +126,7 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
     low, high, all_low, all_high = key_range(i, gl.minimum(i + COUNT, work.others), band)
     bottom = gl.maximum(low, 0) // sizes.BLOCK_N
     top = gl.maximum(gl.cdiv(high, sizes.BLOCK_N), bottom + 1)
-    return Blocks(bottom, top, gl.cdiv(all_low, sizes.BLOCK_N), all_high // sizes.BLOCK_N)
+    return KeyBlocks(bottom, top, gl.cdiv(all_low, sizes.BLOCK_N), all_high // sizes.BLOCK_N)
 
 
 class Visits(NamedTuple):
@@ -154,8 +154,8 @@ class Visit(NamedTuple):
 def visits_of(work, band, call, sizes):
     """The blocks of keys that the work visits."""
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
-    if sizes.LISTED:
-        tiles = listed(
+    if sizes.SPARSE:
+        tiles = sparse_tiles_of(
             call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_M, sizes.PACKED
         )
         return Visits(gl.maximum(tiles.cut + tiles.whole, 1), 0, tiles.cut, tiles.first, call.room)
@@ -167,7 +167,7 @@ def visits_of(work, band, call, sizes):
 @gluon.jit
 def visited(visits, n, sizes):
     """The number of the ``n``-th block that is visited."""
-    if sizes.LISTED:
+    if sizes.SPARSE:
         return gl.load(visits.first_ptr + gl.where(n < visits.cut, n, visits.room - 1 - (n - visits.cut)))
     else:
         return visits.top - 1 - n

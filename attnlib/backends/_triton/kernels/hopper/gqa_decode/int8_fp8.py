@@ -11,24 +11,34 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import Band, origin_of, visible
-from ...paged import ENTRY, claimed
+from ...band import KeyBand, origin_of, visible
 from ...scores import Modifiers, load_slope, modify, unit_of
 from ...stored_bytes import both_factors, in_range, split_scale
-from ...tile import COUNTS, Tile
-from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers, prefetch
-from ..splits import Problem, Queries, Results, entry_of, raised, split_of
+from ...tile import ChannelBlocks
+from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers
+from ..splits import entry_of, raised, tiles_of
 from .results import finish, store_channels
-from .shared import BOX, HALF, TOKENS, M, Sizes, factor_of, row_of, rows_in, sums_of, threads_of, tokens_in
+from .shared import (
+    BOX,
+    HALF,
+    TOKENS,
+    M,
+    factor_of,
+    row_of,
+    rows_in,
+    sums_of,
+    threads_of,
+    tokens_in,
+)
 
 WARPS: gl.constexpr = gl.constexpr(8)  # and KV heads
 TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile
 
 
-class Room(NamedTuple):
+class ScaledPagesShared(NamedTuple):
     """Shared memory: boxes of 16 tokens, two of keys and two of values a slot; their scales; barriers of
     loads.
     """
@@ -38,7 +48,7 @@ class Room(NamedTuple):
     full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
+class EvenOddSums(NamedTuple):
     """The sums of even and of odd channels, ``[head, row, HALF]``; of weights by place in a group; the
     maximum.
     """
@@ -50,17 +60,10 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def tiles_of(split):
-    """The number of the first tile, and how many there are."""
-    first = split.low // TILE
-    return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0)
-
-
-@gluon.jit
-def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes):
+def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, sizes):
     """Load tiles as slots become free."""
-    SLOTS: gl.constexpr = room.full.shape[0]
-    first, tiles = tiles_of(split)
+    SLOTS: gl.constexpr = shared.full.shape[0]
+    first, tiles = tiles_of(split, TILE)
     head, n = split.head * WARPS, first * TILE
     entries = (entry_of(n, split, call, sizes.PAGE), entry_of(n + TOKENS, split, call, sizes.PAGE))
     for t in range(tiles):
@@ -71,18 +74,17 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes
         )
         if t >= SLOTS:
             barrier_sync(FIRST + slot, threads_of(sizes))
-        full = room.full.index(slot)
+        full = shared.full.index(slot)
         mbarrier.expect(full, (BOX + TOKENS * 4) * 4 * WARPS)
         for group in gl.static_range(2):
-            row, number = row_of(entries[group], n + group * TOKENS, call, sizes), slot * 4 + group
-            async_load(k_desc, [head, row, 0], full, room.boxes.index(number))
-            async_load(k_scale_desc, [row, head], full, room.scales.index(number))
-            async_load(v_desc, [head, row, 0], full, room.boxes.index(number + 2))
-            async_load(v_scale_desc, [row, head], full, room.scales.index(number + 2))
+            row, number = row_of(entries[group], n + group * TOKENS, call, sizes.PAGE), slot * 4 + group
+            async_load(k_desc, [head, row, 0], full, shared.boxes.index(number))
+            async_load(k_scale_desc, [row, head], full, shared.scales.index(number))
+            async_load(v_desc, [head, row, 0], full, shared.boxes.index(number + 2))
+            async_load(v_scale_desc, [row, head], full, shared.scales.index(number + 2))
         entries = following
-    for slot in range(
-        gl.minimum(tiles, SLOTS)
-    ):  # a barrier that is left half full would hang the next program
+    # A barrier that is left half full would hang the next program.
+    for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
@@ -102,7 +104,7 @@ def load_queries(queries, split, call, sizes):
     )
     even = gl.load(queries.q_ptr + at, mask=valid, other=0.0)
     odd = gl.load(queries.q_ptr + (at + 1), mask=valid, other=0.0)
-    scaled, gain = in_range(Tile(even, odd), gl.float16)
+    scaled, gain = in_range(ChannelBlocks(even, odd), gl.float16)
     return scaled.main, scaled.tail, gain
 
 
@@ -113,20 +115,22 @@ def scale_of(scales):
 
 
 @gluon.jit
-def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
+def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
     """Scores of a group of tokens from ``n`` on, which grow by the exponents of values' scales; what undoes
     that for weights, and what is left of the scales; and pairs of values.
     """
     SUMS: gl.constexpr = sums_of(WARPS)
     RIGHT: gl.constexpr = factor_of(WARPS, 1)
-    even, odd = both_factors(room.boxes.index(slot * 4 + group).permute((0, 2, 1)).load(RIGHT), STORED, True)
+    even, odd = both_factors(
+        shared.boxes.index(slot * 4 + group).permute((0, 2, 1)).load(RIGHT), STORED, True
+    )
     s = mma_v2(q[1], odd, mma_v2(q[0], even, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS)))
-    s *= gl.expand_dims(scale_of(room.scales.index(slot * 4 + group)), 1)
-    values = room.boxes.index(slot * 4 + 2 + group).load(RIGHT)
-    scale = scale_of(room.scales.index(slot * 4 + 2 + group))
+    s *= gl.expand_dims(scale_of(shared.scales.index(slot * 4 + group)), 1)
+    values = shared.boxes.index(slot * 4 + 2 + group).load(RIGHT)
+    scale = scale_of(shared.scales.index(slot * 4 + 2 + group))
     token = n + tokens_in(gl.SliceLayout(1, SUMS), sizes)
     j = gl.expand_dims(token, 1)
-    s, _ = modify(s, modifiers, i + band.apart, j)
+    s, _ = modify(s, modifiers, i + band.offset, j)
     if (n < split.all_low) | (n + TOKENS > split.all_high):
         s = gl.where(visible(i, j, band), s, float("-inf"))
         scale = gl.where((token >= split.low) & (token < split.high), scale, 0.0)
@@ -147,18 +151,18 @@ def add_values(even, odd, weights, values, STORED: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(state, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
+def add_tile(state, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
     """The sums with a tile, from token ``n`` on."""
-    s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, room, STORED, sizes)
+    s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, shared, STORED, sizes)
     s_b, inverse_b, rest_b, v_b = scores(
-        1, q, slot, n + TOKENS, i, modifiers, band, split, room, STORED, sizes
+        1, q, slot, n + TOKENS, i, modifiers, band, split, shared, STORED, sizes
     )
     m_i, safe = raised(state.m_i, gl.max(gl.maximum(s_a, s_b), 2))
     factor, safe = gl.expand_dims(gl.exp2(state.m_i - safe), 2), gl.expand_dims(safe, 2)
     a, b = gl.exp2(s_a - safe), gl.exp2(s_b - safe)
     even, odd = add_values(state.even * factor, state.odd * factor, a * rest_a, v_a, STORED)
     even, odd = add_values(even, odd, b * rest_b, v_b, STORED)
-    return State(even, odd, state.l_i * factor + (a * inverse_a + b * inverse_b), m_i)
+    return EvenOddSums(even, odd, state.l_i * factor + (a * inverse_a + b * inverse_b), m_i)
 
 
 @gluon.jit
@@ -175,98 +179,62 @@ def store(state, band, split, call, results, sizes):
 
 
 @gluon.jit
-def consume(queries, split, call, results, room, STORED: gl.constexpr, sizes):
+def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
     """Attention of the rows of every KV head over all tiles, and its results."""
     SUMS: gl.constexpr = sums_of(WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
     even, odd, gain = load_queries(queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     head, token = rows_in(0, split, call, BY_ROW, sizes)
-    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
+    i = gl.expand_dims((split.length - split.count + token)[None, :], 2)
+    slope = None
     if call.slopes_ptr is not None:
-        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch)
+        slope = gl.expand_dims(slope, 2)
     modifiers = Modifiers(
         gl.expand_dims(call.scale * gl.convert_layout(gain, BY_ROW), 2), call.softcap, slope
     )
 
     nothing = gl.zeros([WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([WARPS, M], float("-inf"), gl.float32, BY_ROW)
-    state = State(nothing, nothing, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS), least)
-    first, tiles = tiles_of(split)
-    SLOTS: gl.constexpr = room.full.shape[0]
+    state = EvenOddSums(nothing, nothing, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS), least)
+    first, tiles = tiles_of(split, TILE)
+    SLOTS: gl.constexpr = shared.full.shape[0]
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TILE
-        mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
-        state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, room, STORED, sizes)
+        mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, shared, STORED, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     store(state, band, split, call, results, sizes)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_page_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, v_desc, k_scale_desc, v_scale_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of eight KV heads a program.
-
-    Every other parameter is that of the plain kernel.
-    """
-    schedule_ptr += schedule_offset
-    if SCHEDULED:
-        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // WARPS), slots - 1)
-        prefetch(schedule_ptr + slot * ENTRY)
-        prefetch(starts_ptr + slot % batch)
-        prefetch(lengths_ptr + slot % batch)
-    gdc_wait()
-    work, splits, n = claimed(
-        schedule_ptr,
-        cu_seqlens_q_ptr,
-        slots,
-        batch,
-        group,
-        s,
-        long,
-        long_splits,
-        SCHEDULED,
-        KV_HEADS // WARPS,
-        1,
-        M,
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    sizes: gl.constexpr = Sizes(WARPS, WARPS, PAGE, M)
-    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
+@gluon.jit
+def allocate_int8_fp8(dtype: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], dtype)
     SCALES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, WARPS], gl.float32)
-    room = Room(
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], BOXES),
+    return ScaledPagesShared(
+        gl.allocate_shared_memory(dtype, [STAGES * 4, WARPS, TOKENS, HALF], BOXES),
         gl.allocate_shared_memory(gl.float32, [STAGES * 4, TOKENS, WARPS], SCALES),
         barriers(STAGES),
     )
-    fence_async_shared()
-    call = Problem(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, M, PAGE)
-    STORED: gl.constexpr = k_ptr.dtype.element_ty
+
+
+@gluon.jit
+def decode_int8_fp8(
+    k_desc, v_desc, k_scale_desc, v_scale_desc, queries, split, call, results, shared,
+    STORED: gl.constexpr, sizes,
+):  # fmt: skip
+    """Run a consumer of eight warps and a producer warp."""
     gl.warp_specialize(
         [
-            (consume, (queries, split, call, results, room, STORED, sizes)),
-            (produce, (k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes)),
+            (consume, (queries, split, call, results, shared, STORED, sizes)),
+            (produce, (k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, sizes)),
         ],
         [1],
         [24],

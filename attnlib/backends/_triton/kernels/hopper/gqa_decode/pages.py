@@ -6,27 +6,22 @@ waits for tiles, and never for another warp. More than 16 rows of queries are tw
 each.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import Band, origin_of, visible
-from ...paged import ENTRY, claimed
+from ...band import KeyBand, origin_of, visible
 from ...scores import Modifiers, load_slope, modify, unit_of
-from ...tile import COUNTS
-from ..primitives import FIRST, barrier_arrive, barriers, prefetch
-from ..splits import Problem, Queries, Results, split_of, weighed
-from .results import store_apart, store_joined
+from ..primitives import FIRST, barrier_arrive, barriers
+from ..splits import BothHalvesSums, weighed
+from .results import store_joined, store_per_head
 from .shared import (
     HALF,
     TOKENS,
     M,
-    Room,
-    Sizes,
+    PagesShared,
     channels,
     factor_of,
     produce,
@@ -35,18 +30,8 @@ from .shared import (
     threads_of,
     tiles_of,
     tokens_in,
+    tokens_of_tile,
 )
-
-
-class State(NamedTuple):
-    """The sums of both halves of the channels, ``[warp, row, HALF]``; of weights by place in a tile; the
-    maximum.
-    """
-
-    left: gl.tensor
-    right: gl.tensor
-    l_i: gl.tensor
-    m_i: gl.tensor
 
 
 @gluon.jit
@@ -78,12 +63,12 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
     """The sums with a tile, from token ``n`` on."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
-    TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
+    TILE: gl.constexpr = tokens_of_tile(sizes)
     left, right = both_halves(boxes, number, True, sizes)
     s = mma_v2(q[1], right, mma_v2(q[0], left, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS)))
     left, right = both_halves(boxes, number + 2, False, sizes)
     j = gl.expand_dims(n + tokens_in(gl.SliceLayout(1, SUMS), sizes), 1)
-    s, _ = modify(s, modifiers, i + band.apart, j)
+    s, _ = modify(s, modifiers, i + band.offset, j)
     if (n < split.all_low) | (n + TILE > split.all_high):
         s = gl.where(visible(i, j, band), s, float("-inf"))
         token = n + tokens_in(gl.SliceLayout(2, RIGHT), sizes)
@@ -96,98 +81,67 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
     )
     acc_left = mma_v2(weights, left, state.left * factor)
     acc_right = mma_v2(weights, right, state.right * factor)
-    return State(acc_left, acc_right, state.l_i * factor + p, m_i)
+    return BothHalvesSums(acc_left, acc_right, state.l_i * factor + p, m_i)
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
+def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
     """Attention of 16 rows of every KV head over all tiles, and its results."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
-    SLOTS: gl.constexpr = room.full.shape[0]
+    SLOTS: gl.constexpr = shared.full.shape[0]
     left = load_queries(number, 0, queries, split, call, sizes)
     right = load_queries(number, 1, queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     head, token = rows_in(number, split, call, BY_ROW, sizes)
-    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
+    i = gl.expand_dims((split.length - split.count + token)[None, :], 2)
+    slope = None
     if call.slopes_ptr is not None:
-        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch)
+        slope = gl.expand_dims(slope, 2)
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     nothing = gl.zeros([sizes.WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([sizes.WARPS, M], float("-inf"), gl.float32, BY_ROW)
-    state = State(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
-    first, tiles, TILE = tiles_of(split, sizes)
+    state = BothHalvesSums(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
+    TILE: gl.constexpr = tokens_of_tile(sizes)
+    first, tiles = tiles_of(split, TILE)
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TILE
-        mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
-        state = add_tile(state, (left, right), n, i, modifiers, band, split, room.boxes, slot * 4, sizes)
+        mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(state, (left, right), n, i, modifiers, band, split, shared.boxes, slot * 4, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     if sizes.WARPS == sizes.HEADS:
-        store_apart(number, state, band, split, call, results, sizes)
+        store_per_head(number, state, band, split, call, results, sizes)
     else:
-        store_joined(number, state, band, split, call, results, room, sizes)
+        store_joined(number, state, band, split, call, results, shared, sizes)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_pages(
-    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, v_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a
-    program.
-
-    Every other parameter is that of the plain kernel.
-    """
-    schedule_ptr += schedule_offset
-    if SCHEDULED:
-        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // HEADS), slots - 1)
-        prefetch(schedule_ptr + slot * ENTRY)
-        prefetch(starts_ptr + slot % batch)
-        prefetch(lengths_ptr + slot % batch)
-    gdc_wait()
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED,
-        KV_HEADS // HEADS, 1, BLOCK_M,
-    )  # fmt: skip
-    if SCHEDULED and work.sequence < 0:
-        return
-    WARPS: gl.constexpr = gl.num_warps()
-    sizes: gl.constexpr = Sizes(WARPS, HEADS, PAGE, BLOCK_M)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
-    room = Room(
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], LAYOUT),
-        gl.allocate_shared_memory(
-            gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        ),
+@gluon.jit
+def allocate_pages(dtype: gl.constexpr, sizes, STAGES: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([sizes.WARPS, TOKENS, HALF], dtype)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return PagesShared(
+        gl.allocate_shared_memory(dtype, [STAGES * 4, sizes.WARPS, TOKENS, HALF], BOXES),
+        gl.allocate_shared_memory(gl.float32, [2 * sizes.BLOCK_M // M, sizes.WARPS, M], SUMS),
         barriers(STAGES),
     )
-    fence_async_shared()
-    call = Problem(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
-    if BLOCK_M == M:
+
+
+@gluon.jit
+def decode_pages(k_desc, v_desc, queries, split, call, results, shared, sizes):
+    """Run a consumer of eight warps, or two of four, and a producer warp."""
+    if sizes.BLOCK_M == M:
         gl.warp_specialize(
             [
-                (consume, (0, queries, split, call, results, room, sizes)),
-                (produce, (k_desc, v_desc, split, call, room, sizes)),
+                (consume, (0, queries, split, call, results, shared, sizes)),
+                (produce, (k_desc, v_desc, split, call, shared, sizes)),
             ],
             [1],
             [24],
@@ -195,9 +149,9 @@ def decode_pages(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, queries, split, call, results, room, sizes)),
-                (consume, (1, queries, split, call, results, room, sizes)),
-                (produce, (k_desc, v_desc, split, call, room, sizes)),
+                (consume, (0, queries, split, call, results, shared, sizes)),
+                (consume, (1, queries, split, call, results, shared, sizes)),
+                (produce, (k_desc, v_desc, split, call, shared, sizes)),
             ],
             [4, 1],
             [240, 24],

@@ -55,7 +55,7 @@ def store_channels(acc, c, rows, split, results):
 
 
 @gluon.jit
-def store_apart(number: gl.constexpr, state, band, split, call, results, sizes):
+def store_per_head(number: gl.constexpr, state, band, split, call, results, sizes):
     """Store the sums of warps that have a KV head each."""
     BY_ROW: gl.constexpr = gl.SliceLayout(2, sums_of(sizes.WARPS))
     h = gl.arange(0, sizes.WARPS, gl.SliceLayout(1, BY_ROW))[:, None]
@@ -67,7 +67,7 @@ def store_apart(number: gl.constexpr, state, band, split, call, results, sizes):
 
 
 @gluon.jit
-def store_joined(number: gl.constexpr, state, band, split, call, results, room, sizes):
+def store_joined(number: gl.constexpr, state, band, split, call, results, shared, sizes):
     """Join the sums of all parts of tiles through shared memory, and store them."""
     PARTS: gl.constexpr = sizes.WARPS // sizes.HEADS
     ROWS: gl.constexpr = sizes.HEADS * M
@@ -75,13 +75,13 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, OF))
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     MIXED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    room.sums.index(2 * number).store(state.m_i)
-    room.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
-    barrier_sync(FIRST + room.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
-    m_i = reinterpret(room.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(
+    shared.sums.index(2 * number).store(state.m_i)
+    shared.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
+    barrier_sync(FIRST + shared.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
+    m_i = reinterpret(shared.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(
         gl.SliceLayout(2, OF)
     )
-    l_i = reinterpret(room.sums.index(2 * number + 1), gl.float32, [PARTS, ROWS], PLAIN).load(
+    l_i = reinterpret(shared.sums.index(2 * number + 1), gl.float32, [PARTS, ROWS], PLAIN).load(
         gl.SliceLayout(2, OF)
     )
     most = gl.max(m_i, 0)
@@ -89,9 +89,9 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     l_i, most = gl.convert_layout(gl.sum(l_i * weight, 0), BY_ROW), gl.convert_layout(most, BY_ROW)
     x, weight = gl.arange(0, ROWS, BY_ROW), gl.expand_dims(weight, 2)
     rows = finish(l_i, most, x // M, number * M + x % M, band, split, call, results, sizes)
-    BOXES: gl.constexpr = room.boxes.shape[0] // 2
+    BOXES: gl.constexpr = shared.boxes.shape[0] // 2
     for half in gl.static_range(2):
-        boxes = reinterpret(room.boxes, gl.float32, [BOXES, sizes.WARPS, M, HALF], MIXED).index(number)
+        boxes = reinterpret(shared.boxes, gl.float32, [BOXES, sizes.WARPS, M, HALF], MIXED).index(number)
         boxes.store((state.left, state.right)[half])
         acc = reinterpret(boxes, gl.float32, [PARTS, ROWS, HALF], MIXED).load(OF)
         c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, OF)))[None, :]

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..primitives import async_load, barrier_sync, reinterpret
-from ..splits import TOKENS, entry_of
-from .shared import HALF, TAIL, first_entry, row_of, tiles_of
+from ..splits import TOKENS, entry_of, tiles_of
+from .shared import HALF, TAIL, first_entry, row_of_tile
 
 WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
 # A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks
@@ -47,7 +47,7 @@ def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
 
 
 @gluon.jit
-def leave(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
+def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
     """Leave bytes times their scales in shared memory, as the first or the second quarter of a half."""
     first, last = gl.inline_asm_elementwise(
         _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
@@ -58,7 +58,7 @@ def leave(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
 
 
 @gluon.jit
-def tell(full):
+def mark_full(full):
     """Say that half of a tile is there."""
     fence_async_shared()
     mbarrier.arrive(full, count=1)
@@ -71,10 +71,10 @@ def convert(
 ):  # fmt: skip
     """Load pairs of tiles, half of one ahead, and convert each half as its slot becomes free."""
     STORED: gl.constexpr = k_ptr.dtype.element_ty
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
     entry = first_entry(first, split, call, PAGE)
-    row = row_of(entry, first * TOKENS, split, call, PAGE)
+    row = row_of_tile(entry, first * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)
     a, b, scale = load_bytes(k_ptr, rows, 0), load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
     for t in range(tiles):
@@ -83,22 +83,22 @@ def convert(
         if t >= 2:
             barrier_sync(LEFT + slot, THREADS)
         left, right, full = shared.left.index(slot), shared.right.index(slot), shared.right_full.index(slot)
-        leave(a, scale, left, 0, STORED)
+        store_scaled(a, scale, left, 0, STORED)
         a = load_bytes(k_ptr, rows, 2)
-        leave(b, scale, left, 1, STORED)
+        store_scaled(b, scale, left, 1, STORED)
         b = load_bytes(k_ptr, rows, 3)
-        tell(shared.left_full.index(slot))
+        mark_full(shared.left_full.index(slot))
         if t >= 2:
             barrier_sync(RIGHT + slot, THREADS)
         mbarrier.expect(full, TOKENS * TAIL * 2)
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
-        row = row_of(entry, n, split, call, PAGE)
+        row = row_of_tile(entry, n, split, call, PAGE)
         rows = rows_from(row, call)
-        leave(a, scale, right, 0, STORED)
+        store_scaled(a, scale, right, 0, STORED)
         a = load_bytes(k_ptr, rows, 0)
-        leave(b, scale, right, 1, STORED)
+        store_scaled(b, scale, right, 1, STORED)
         b, scale = load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
-        tell(full)
+        mark_full(full)
     if tiles > 0:  # a barrier that is left half full would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, THREADS)

@@ -1,7 +1,5 @@
 """What programs of decode kernels leave: attention of rows and its LSE, or splits of them."""
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -10,15 +8,6 @@ from ...scores import LN2, LOG2E
 from ...split_kv import shares
 from ..primitives import barrier_sync, reinterpret
 from .shared import HALF
-
-
-class Sums(NamedTuple):
-    """The sums of both halves of the channels, ``[HALF, rows]``; of weights; the maximum."""
-
-    left: gl.tensor
-    right: gl.tensor
-    l_i: gl.tensor
-    m_i: gl.tensor
 
 
 @gluon.jit

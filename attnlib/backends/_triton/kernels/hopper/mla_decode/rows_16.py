@@ -16,27 +16,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import Band, origin_of
-from ...paged import claimed
+from ...band import KeyBand, origin_of
 from ...scores import Modifiers, load_slope
-from ...tile import COUNTS
-from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
-from .results import Sums, in_fp32, join_and_store
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, clear_edges, ring, vectors
+from ..splits import TOKENS, BothHalvesSums, entry_of, tiles_of
+from .results import in_fp32, join_and_store
 from .shared import (
     HALF,
     TAIL,
-    clear_others,
     first_entry,
     load_half,
     load_last_half,
     load_queries,
-    numbers,
-    row_of,
+    row_of_tile,
     softmax,
-    tiles_of,
 )
 
 ROWS: gl.constexpr = gl.constexpr(16)
@@ -47,7 +42,7 @@ WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class Rows16Shared(NamedTuple):
     """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is
     joined.
     """
@@ -63,25 +58,14 @@ class Shared(NamedTuple):
     right_full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
-    """The sums of both halves of the channels, ``[HALF, ROWS]``; of weights by place in a tile; the maximum
-    so far.
-    """
-
-    left: gl.tensor
-    right: gl.tensor
-    l_i: gl.tensor
-    m_i: gl.tensor
-
-
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Load tiles as slots become free."""
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
+        row = row_of_tile(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
@@ -115,13 +99,13 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
     fence_async_shared()
     slot = anew(number)
     left, right = shared.left.index(slot), shared.right.index(slot)
-    clear_others(left, n, split)
-    clear_others(right, n, split)
+    clear_edges(left, n, split.begin, split.end)
+    clear_edges(right, n, split.begin, split.end)
     acc_left = warpgroup_mma(left.permute((1, 0)), weights, state.left * factor, is_async=True)
     acc_right = warpgroup_mma(right.permute((1, 0)), weights, state.right * factor, is_async=True)
     l_i = state.l_i * factor + p
     acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
-    return State(acc_left, acc_right, l_i, m_i)
+    return BothHalvesSums(acc_left, acc_right, l_i, m_i)
 
 
 @gluon.jit
@@ -140,72 +124,46 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
+        slope = gl.expand_dims(slope, 0)
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     zero, nothing = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), gl.zeros([HALF, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
-    state = State(nothing, nothing, zero, least)
-    first, tiles = tiles_of(split)
+    state = BothHalvesSums(nothing, nothing, zero, least)
+    first, tiles = tiles_of(split, TOKENS)
     for t in range(number, tiles, 2):
         s = scores(number, zero, shared, (t // 2) & 1)
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    given = in_fp32(
-        shared.right.index(0) if number == 0 else shared.left.index(1), ROWS
-    )  # the slot of its last tile
+    # The slot of its last tile.
+    given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
-    sums = Sums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
+    sums = BothHalvesSums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_few(
-    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
-
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    dtype: gl.constexpr = k_desc.dtype
-    shared = Shared(
+@gluon.jit
+def allocate_rows_16(dtype: gl.constexpr):
+    """Allocate the shared memory of a program."""
+    return Rows16Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS),
-        numbers(4, ROWS), barriers(2), barriers(2),
+        vectors(4, ROWS), barriers(2), barriers(2),
     )  # fmt: skip
-    fence_async_shared()
-    call = Problem(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+
+
+@gluon.jit
+def decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr):
+    """Run two consumers and a producer warp."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

@@ -15,17 +15,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import Band, origin_of
-from ...paged import claimed
+from ...band import KeyBand, origin_of
 from ...scores import Modifiers, load_slope, unit_of
 from ...stored_bytes import both_factors, halved, in_range, split_scale
-from ...tile import COUNTS, Tile
-from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of, weighed
-from .results import Sums, in_fp32, join_and_store
-from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
+from ...tile import ChannelBlocks
+from ..primitives import (
+    FIRST,
+    anew,
+    async_load,
+    barrier_arrive,
+    barrier_sync,
+    barriers,
+    clear_edges,
+    ring,
+    vectors,
+)
+from ..splits import TOKENS, BothHalvesSums, entry_of, tiles_of, weighed
+from .results import in_fp32, join_and_store
+from .shared import HALF, TAIL, first_entry, load_queries, row_of_tile, scored
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -38,7 +47,7 @@ WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class PairsShared(NamedTuple):
     """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels
     and scales; probabilities; what is joined."""
 
@@ -52,7 +61,7 @@ class Shared(NamedTuple):
     full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
+class ChunkSums(NamedTuple):
     """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so
     far.
     """
@@ -65,11 +74,11 @@ class State(NamedTuple):
 @gluon.jit
 def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
     """Load tiles as slots become free."""
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
+        row = row_of_tile(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= SLOTS:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
@@ -78,9 +87,8 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
         async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         async_load(scale_desc, [0, row], full, shared.scale.index(slot))
-    for slot in range(
-        gl.minimum(tiles, SLOTS)
-    ):  # a barrier that is left half full would hang the next program
+    # A barrier that is left half full would hang the next program.
+    for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
@@ -90,7 +98,7 @@ def load_in_range(number: gl.constexpr, queries, split, call, shared):
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, Q)
-    scaled, gain = in_range(Tile(main, tail), shared.q_tail.dtype)
+    scaled, gain = in_range(ChannelBlocks(main, tail), shared.q_tail.dtype)
     halves = halved(scaled)
     if number == 0:
         shared.q.index(0).store(halves.main)
@@ -127,7 +135,7 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 @gluon.jit
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
     """The sums with a tile, from token ``n`` on. What is no token of the sequence has a scale of 0."""
-    clear_others(shared.pairs.index(slot), n, split)
+    clear_edges(shared.pairs.index(slot), n, split.begin, split.end)
     j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
     scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)
     scale = gl.where((j >= split.begin) & (j < split.end), scale, 0.0)
@@ -144,7 +152,7 @@ def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, sh
         acc_odd = warpgroup_mma(odd, weights, state.sums[c // CHUNK * 2 + 1] * factor, is_async=True)
         acc_even, acc_odd, _, _ = warpgroup_mma_wait(0, deps=[acc_even, acc_odd, even, odd])
         sums = sums + (acc_even, acc_odd)  # noqa: RUF005
-    return State(sums, state.l_i * factor + p * inverse, m_i)
+    return ChunkSums(sums, state.l_i * factor + p * inverse, m_i)
 
 
 @gluon.jit
@@ -161,20 +169,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
+        slope = gl.expand_dims(slope, 0)
     modifiers = Modifiers((call.scale * gain)[None, :], call.softcap, slope)
 
     none = gl.zeros([CHUNK, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
-    state = State((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
-    first, tiles = tiles_of(split)
+    state = ChunkSums((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
+    first, tiles = tiles_of(split, TOKENS)
     for t in range(number, tiles, 2):
         slot = t % SLOTS
         mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
@@ -185,47 +193,26 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     given = in_fp32(shared.pairs.index(number), ROWS)  # a slot of its tiles
     taken = in_fp32(shared.pairs.index(1 - number), ROWS)
     left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])
-    sums = Sums(left, right, gl.sum(state.l_i, 0), state.m_i)
+    sums = BothHalvesSums(left, right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, scale_desc, stride_qb,
-    stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
+@gluon.jit
+def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
+    """Allocate the shared memory of a program, whose rotary channels are of ``dtype``."""
+    return PairsShared(
+        ring(gl.float16, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
+        ring(dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
+        ring(gl.float16, 2, TOKENS, ROWS), vectors(4, ROWS), barriers(SLOTS),
+    )  # fmt: skip
 
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    shared = Shared(
-        ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL),
-        ring(gl.int16, SLOTS, TOKENS, HALF), ring(tail_desc.dtype, SLOTS, TOKENS, TAIL),
-        ring(gl.float32, SLOTS, 1, TOKENS), ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS),
-        barriers(SLOTS),
-    )  # fmt: skip
-    fence_async_shared()
-    call = Problem(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
-    STORED: gl.constexpr = k_ptr.dtype.element_ty
+
+@gluon.jit
+def decode_rows_16_int8_fp8(
+    k_desc, tail_desc, scale_desc, queries, split, call, results, shared,
+    STORED: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Run two consumers and a producer warp."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared, STORED)),

@@ -17,28 +17,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import Band, origin_of, sees_any
-from ...paged import claimed
+from ...band import KeyBand, origin_of, sees_any
 from ...scores import Modifiers, load_slope
-from ...tile import COUNTS
-from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
-from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
+from ..primitives import (
+    FIRST,
+    anew,
+    barrier_arrive,
+    barrier_sync,
+    barriers,
+    clear_edges,
+    ring,
+    scale_rows_in_place,
+    vectors,
+)
+from ..splits import TOKENS, entry_of, tiles_of
 from .conversion import convert
 from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
     HALF,
     TAIL,
-    clear_others,
     first_entry,
     load_half,
     load_last_half,
     load_queries,
-    numbers,
-    row_of,
+    row_of_tile,
     softmax,
-    tiles_of,
 )
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -54,7 +59,7 @@ WITH_LOADERS: gl.constexpr = gl.constexpr(256)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
-class Shared(NamedTuple):
+class Rows64Shared(NamedTuple):
     """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each
     other.
     """
@@ -69,7 +74,7 @@ class Shared(NamedTuple):
     right_full: gl.shared_memory_descriptor
 
 
-class State(NamedTuple):
+class OneHalfSums(NamedTuple):
     """The sums of half of the channels; of weights, those of a consumer's own tiles; the maximum so far."""
 
     acc: gl.tensor
@@ -80,12 +85,12 @@ class State(NamedTuple):
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Load pairs of tiles, each half as its slot becomes free."""
-    first, tiles = tiles_of(split)
+    first, tiles = tiles_of(split, TOKENS)
     tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
+        row = row_of_tile(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(LEFT + slot, WITH_PRODUCER)
@@ -134,11 +139,11 @@ def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)
-    clear_others(values, n, split)
+    clear_edges(values, n, split.begin, split.end)
     p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
-    return State(acc, l_i, m_i)
+    return OneHalfSums(acc, l_i, m_i)
 
 
 @gluon.jit
@@ -149,8 +154,8 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
     m_i = shared.m.index(OTHER).load(gl.SliceLayout(1, SCORES))
     acc, l_i = rescale(state, gl.exp2(state.m_i - gl.where(m_i == float("-inf"), 0.0, m_i)))
     values = shared.left.index(1) if number == 0 else shared.right.index(0)
-    clear_others(values, n, split)
-    return State(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
+    clear_edges(values, n, split.begin, split.end)
+    return OneHalfSums(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
 
 
 @gluon.jit
@@ -167,20 +172,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
+    offset = origin.query - origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[:, None]
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
+        slope = gl.expand_dims(slope, 1)
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    state = State(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
-    first, tiles = tiles_of(split)
+    state = OneHalfSums(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
+    first, tiles = tiles_of(split, TOKENS)
     for pair in range(gl.cdiv(tiles, 2)):
         n, phase = (first + 2 * pair) * TOKENS, pair & 1
         s = scores(number, tail, zero, shared, phase)
@@ -194,7 +199,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             state = begin_other(0, state, n + TOKENS, split, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(LEFT + 1, THREADS)
-            state = State(acc, state.l_i, state.m_i)
+            state = OneHalfSums(acc, state.l_i, state.m_i)
         else:
             mbarrier.wait(shared.right_full.index(0), phase)
             state = begin_other(1, state, n, split, shared)
@@ -203,7 +208,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             hand_over(1, p.to(shared.p.dtype), m_i, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(RIGHT, THREADS)
-            state = add_own(1, State(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared)
+            state = add_own(
+                1, OneHalfSums(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared
+            )
             barrier_arrive(RIGHT + 1, THREADS)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
@@ -221,42 +228,21 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     store_half(half, number * HALF, split, call, results)
 
 
-@gluon.jit(do_not_specialize=COUNTS)
-def decode_many(
-    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr,
-    sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, stride_qb, stride_qs,
-    stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh,
-    stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit, left,
-    right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
-
-    Every parameter is that of the plain kernel.
-    """
-    gdc_wait()
-    schedule_ptr += schedule_offset
-    work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
-    )
-    if SCHEDULED and work.sequence < 0:
-        return
-    dtype: gl.constexpr = tail_desc.dtype
-    shared = Shared(
+@gluon.jit
+def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
+    """Allocate the shared memory of a program; ``CONVERTED``: tiles are stored in int8 or fp8."""
+    return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
-        barriers(2, 1 if k_scale_ptr is None else 2),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), vectors(4, ROWS), barriers(2),
+        barriers(2, 2 if CONVERTED else 1),
     )  # fmt: skip
-    fence_async_shared()
-    call = Problem(
-        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
-        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
-    )  # fmt: skip
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    results = Results(
-        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
-    )
-    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+
+
+@gluon.jit
+def decode_rows_64(
+    k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr
+):
+    """Run two consumers, and a producer warp or the four warps that convert int8 or fp8."""
     if k_scale_ptr is None:
         gl.warp_specialize(
             [

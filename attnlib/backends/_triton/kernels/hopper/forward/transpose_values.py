@@ -32,8 +32,8 @@ def load_words(rows, key, start, end, word, stride, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def turn_values(
-    v_ptr, turned_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_k_ptr, stride_vb, stride_vt, stride_vg,
+def transpose_values(
+    v_ptr, transposed_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_k_ptr, stride_vb, stride_vt, stride_vg,
     batch, kv_heads, t, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes values ``[b, t, g, e]``, or packed ``[t, g, e]``, as ``[b, e, g, padded]``; a program has a
@@ -55,7 +55,7 @@ def turn_values(
         to += (block_of(work.row, work.sequence, BLOCK_N) * BLOCK_N).to(tl.int32)
     # What follows the last key of all has no block.
     inside = (fours < tl.where((to < padded) & (work.start < work.rows), BLOCK_N // 4, 0))[:, None]
-    turned = turned_ptr.to(tl.pointer_type(tl.int32)) + to // 4 + fours[:, None]
+    transposed = transposed_ptr.to(tl.pointer_type(tl.int32)) + to // 4 + fours[:, None]
     for first_word in tl.static_range(0, E_MAIN // 4, WIDTH):
         word = first_word + tl.arange(0, WIDTH)[None, :]
         a = load_words(rows, key, start, end, word, stride, (E + 3) // 4)
@@ -71,4 +71,4 @@ def turn_values(
             )
             channel = 4 * word + n
             line = (work.plane * E + channel) * kv_heads + work.head
-            tl.store(turned + line * (padded // 4), x, mask=inside & (channel < E))
+            tl.store(transposed + line * (padded // 4), x, mask=inside & (channel < E))

@@ -1,0 +1,68 @@
+"""MLA decoding for Hopper, in Gluon: one program an SM, which reads a split of one sequence.
+
+The launch tables choose between tiles of 16 and of 64 rows of queries, and the cache says what it stores:
+16-bit latents, or int8 or fp8. A program runs ``rows_16.py``, ``rows_16_int8_fp8.py`` or ``rows_64.py``.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_wait
+
+from ...paged import claimed
+from ...tile import COUNTS
+from ..splits import DecodeCall, DecodeOutputs, QueryRows, split_of
+from .rows_16 import allocate_rows_16, decode_rows_16
+from .rows_16_int8_fp8 import allocate_rows_16_int8_fp8, decode_rows_16_int8_fp8
+from .rows_64 import allocate_rows_64, decode_rows_64
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_mla(
+    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr,
+    sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, scale_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
+    schedule_offset, limit, left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
+    splits of them.
+
+    ``BLOCK_M`` is 16 or 64 rows. A cache in int8 or fp8 has scales. All other parameters are the same as in
+    the generic kernel.
+    """
+    CONVERTED: gl.constexpr = k_scale_ptr is not None
+    gdc_wait()
+    schedule_ptr += schedule_offset
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS,
+        BLOCK_M,
+    )  # fmt: skip
+    if SCHEDULED and work.sequence < 0:
+        return
+    if BLOCK_M == 64:
+        shared = allocate_rows_64(tail_desc.dtype, CONVERTED)
+    elif CONVERTED:
+        shared = allocate_rows_16_int8_fp8(tail_desc.dtype)
+    else:
+        shared = allocate_rows_16(tail_desc.dtype)
+    fence_async_shared()
+    call = DecodeCall(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = DecodeOutputs(
+        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
+    )
+    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
+    if BLOCK_M == 64:
+        decode_rows_64(k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE)
+    elif CONVERTED:
+        STORED: gl.constexpr = k_ptr.dtype.element_ty
+        decode_rows_16_int8_fp8(
+            k_desc, tail_desc, scale_desc, queries, split, call, results, shared, STORED, PAGE
+        )
+    else:
+        decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE)
