@@ -49,7 +49,7 @@ class Request(NamedTuple):
         counts = list(self.tokens.values()) if self.packed else []
         starts = accumulate(counts, initial=0)
         rows = enumerate(zip(starts, counts, self.holdings, strict=False))
-        return tuple(Prompt(row, first, n, held.length) for row, (first, n, held) in rows if n >= least)
+        return tuple(Prompt(row, first, n, holding.length) for row, (first, n, holding) in rows if n >= least)
 
 
 class Sequences:

@@ -103,7 +103,7 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
     """Return a conversion report in a few lines of text."""
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
-    lines += [choice.said_of(report["settings"]), _largest_error(report)]
+    lines += [choice.calibration_line(report["settings"]), _largest_error(report)]
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]

@@ -166,8 +166,8 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     """Explain the choice of ``select(spec, name)``. Raises only for an unknown name."""
     if name is not None:
         _check_name(name)
-    asked = PREFERENCE if name in (None, "strict") else (name,)
-    reasons = {known: backend_of(known).unsupported(spec) for known in asked}
+    names = PREFERENCE if name in (None, "strict") else (name,)
+    reasons = {known: backend_of(known).unsupported(spec) for known in names}
     able = [known for known, why in reasons.items() if not why]
     slow = backend_of(able[0]).slow(spec) if able else []
     chosen = able[0] if able and not (name == "strict" and slow) else None

@@ -57,7 +57,7 @@ class WorkerGroup:
         model.to(self.device)
         give_back()
 
-    def tell(self, action: Callable[[], str]) -> str:
+    def on_first(self, action: Callable[[], str]) -> str:
         """Run ``action`` on the first rank only, and return its result on every rank.
 
         Raises:

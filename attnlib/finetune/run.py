@@ -71,7 +71,7 @@ def finetune(settings: Settings) -> dict[str, object]:
         for model in (settings.source, settings.teacher):
             require_tokens(corpus.train, model)
         claimed: list[WorkFolder] = []
-        path = Path(ranks.tell(lambda: _claim(settings, corpus, claimed, held)))
+        path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:
             return _finetune(settings, corpus, path, ranks, claimed[0] if claimed else None)
         except BaseException as error:
@@ -122,10 +122,10 @@ def _finetune(
     original, curve, counted = _learn(settings, corpus, folder, ranks, bits)
     give_back()
     made = folder / "checkpoint"
-    ranks.tell(lambda: _write(settings, folder / STATE, made))
+    ranks.on_first(lambda: _write(settings, folder / STATE, made))
     with _speaker(made, settings, ranks, learns=False) as result:
         scores = {"original": original, "before": curve[0][1], "after": bits(result)}
-    report = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
+    report = ranks.on_first(lambda: _finish(settings, corpus, curve, scores, counted, work))
     return parse_object(report.encode(), REPORT)
 
 

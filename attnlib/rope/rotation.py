@@ -72,10 +72,10 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     first, second = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
     cos, sin = angles.cos.unsqueeze(-2), angles.sin.unsqueeze(-2)
     # fp16 and bf16 need no cast: a product with an fp32 tensor is computed in fp32.
-    turned = (
+    rotated = (
         torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
     )
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+    return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), -1)
 
 
 def check_rotation(x: Tensor, angles: Angles) -> None:

@@ -26,7 +26,7 @@ Rows = Callable[[int, int], Tensor]
 class Head:
     """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    Whatever follows the product with the weight must treat all words alike, as it does in every known family.
+    Whatever follows the product with the weight must be the same for all words, as in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):

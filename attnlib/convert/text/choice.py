@@ -112,7 +112,7 @@ class Choice:
         return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
 
 
-def said_of(settings: Mapping[str, object]) -> str:
+def calibration_line(settings: Mapping[str, object]) -> str:
     """Return a line for the summary on the calibration text in ``settings``."""
     calibration = settings["calibration"]
     if isinstance(calibration, str):

@@ -41,13 +41,13 @@ from .replacing import (
 FORMS = "attnlib_layers"  # config field, in memory only: the attention layers as plain data
 
 
-def config_from(said: dict[str, Any]) -> PreTrainedConfig:
+def config_from(fields: dict[str, Any]) -> PreTrainedConfig:
     """Return the transformers config of a config.json in this form, with the attention layers as a field.
 
     Raises:
         ValueError: the file does not have this form, or transformers does not know the model.
     """
-    base, layers = base_of(said), layers_of(said)
+    base, layers = base_of(fields), layers_of(fields)
     config = AutoConfig.for_model(str(base.pop("model_type", None)), **base)
     text = config.get_text_config()
     if len(layers) != text.num_hidden_layers:
