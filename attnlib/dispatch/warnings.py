@@ -50,7 +50,8 @@ def warn_of_layout(call: Call) -> Call:
         return call
     warn_once(
         f"q: expected [b, s, h, d], got {tuple(q.shape)}, which says {found}; if these are SDPA's [b, h, s, "
-        "d], pass q.transpose(1, 2), also for k and v, or call attnlib.compat.sdpa.scaled_dot_product_attention",
+        "d], pass q.transpose(1, 2), also for k and v, or call "
+        "attnlib.compat.sdpa.scaled_dot_product_attention",
         sys._getframe(3),  # skips the public function and the wrapper that explains its arguments
     )
     return call

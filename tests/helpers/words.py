@@ -31,4 +31,4 @@ IN_NAMES = (
     ("whose", "", "the noun"),
 )
 # In docstrings and comments: words without an ordinary meaning in this field.
-IN_PROSE = ("dealt", "hinted", "stain", "ledger", "told", "contender", "alike", "whereof", "trunk")
+IN_PROSE = ("dealt", "hinted", "stain", "ledger", "told", "contender", "whereof", "trunk")

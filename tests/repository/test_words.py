@@ -1,4 +1,4 @@
-"""Names and sentences use the field's words: those that a reader would have to learn here do not come back."""
+"""Names and sentences use the field's words, none that a reader would have to learn here."""
 
 import ast
 import inspect
