@@ -175,7 +175,7 @@ def test_the_state_of_another_model_is_refused(finished, tmp_path):
     shutil.copytree(finished.out, out)
     (out / "state" / "gqa.safetensors").write_bytes((out / "state" / "mla.safetensors").read_bytes())
     with pytest.raises(
-        SystemExit, match=r"gqa.safetensors: expected the state of this model, got another .*; delete"
+        SystemExit, match=r"gqa.safetensors: expected the state of this model, got other tensors .*; delete"
     ):
         run(finished.text, out)
 

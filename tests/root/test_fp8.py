@@ -258,7 +258,7 @@ def test_shared_prefixes_are_read_by_each():
     q, descale = representable(2, 1, 4, 16), torch.rand(2, 4) + 0.5
     with cache.step(1) as (kv,):
         view = kv.append(torch.randn(2, 1, 2, 16).bfloat16(), torch.randn(2, 1, 2, 8).bfloat16())
-        assert view.shared is not None
+        assert view.route is not None
         ours = cached_attention(q.to(E4M3), view, mask=CAUSAL, q_descale=descale)
         wide = cached_attention((q * descale[:, None, :, None]).bfloat16(), view, mask=CAUSAL)
         assert explain(cached_attention, q.to(E4M3), view, mask=CAUSAL, q_descale=descale).shared is None
