@@ -141,7 +141,7 @@ def decode(
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
     sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if BY_PLACE else l_i)
-    if SPLIT_SIZE:  # not FULL
+    if SPLIT_SIZE:  # masks every tile; FULL is unused
         acc, l_i, m_i = sums_of_splits(
             low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
         )
