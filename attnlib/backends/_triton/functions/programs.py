@@ -1,7 +1,7 @@
 """Mask and score programs as device functions, which kernels take as constexpr arguments and inline.
 
-Captured tensors are passed as ``t``, a tuple with a ``CapturedTensor`` for each. Indices are int32 scalars, or int32
-tiles that broadcast, and stay below the ``bounds`` that a function is written for.
+Captured tensors are passed as ``t``, a tuple with one ``CapturedTensor`` per tensor. Indices are int32
+scalars or broadcastable int32 tiles, and stay within the ``bounds`` that a function is compiled for.
 """
 
 import linecache
@@ -52,7 +52,7 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
-    The function adds to ``grads``, a tuple with an fp32 ``CapturedTensor`` for each tensor that is :func:`learned` and
+    The function adds to ``grads``, a tuple with one fp32 ``CapturedTensor`` per :func:`learned` tensor and
     None for the others. ``seen`` is True or a tile of bools. Pairs outside it add nothing, whatever their
     scores and derivatives are.
     """

@@ -1,1 +1,1 @@
-"""The Triton kernels; nothing here is imported before a kernel is launched."""
+"""The Triton kernels. They are imported only when a kernel is launched."""

@@ -1,8 +1,8 @@
-"""FlashAttention-2's backward (Dao, 2023, arXiv 2307.08691) in two passes, which need no atomics: the bits
-never vary.
+"""FlashAttention-2's backward (Dao, 2023, arXiv 2307.08691) in two passes.
 
-With probabilities ``P = exp(S - lse)`` and ``dP = dout @ v.T``, the scores have the gradient ``dS = P * (dP -
-delta)``.
+The two passes compute dk, dv and dq without atomics, so these gradients are bitwise deterministic. With
+probabilities ``P = exp(S - lse)`` and ``dP = dout @ v.T``, the gradient of the scores is
+``dS = P * (dP - delta)``.
 """
 
 import triton
@@ -51,11 +51,10 @@ def prepare(
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dlb, stride_dlh, stride_dls,
     heads, s, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``lse2``, the LSE in log2 units, and ``delta = rowsum(out * dout) - dlse``, all ``[b, h, s]`` in
-    fp32.
+    """Write ``lse2`` and ``delta = rowsum(out * dout) - dlse``, both ``[b, h, s]`` in fp32.
 
-    ``lse2`` is +inf where a query saw nothing, so that all of its probabilities are 0. A packed call is a
-    batch of one.
+    ``lse2`` is the LSE in log2 units. If a query sees no key, its ``lse2`` is +inf, which makes all its
+    probabilities 0. Packed sequences count as a batch of one.
     """
     blocks = tl.cdiv(s, BLOCK_M)
     pair, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_M
@@ -77,7 +76,7 @@ def prepare(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     q_desc, q_tail_desc, dout_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -86,12 +85,12 @@ def backward_keys(
     t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale, D: tl.constexpr,
     D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # of functions of indices, or None
+    MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: one program for each block of keys, KV head and
-    sequence.
+    """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``.
 
-    Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
+    One program computes one block of keys of one KV head and sequence. Score tiles are transposed,
+    ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
     work = locate(
         tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N,
@@ -132,22 +131,21 @@ def backward_keys(
         counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
         count = counts[MASKED]
-        # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might
-        # take it for more, and issue them for a loop that has no step: they would land in the tiles of the
-        # next one.
+        # At least 1, because we divide by this number. If we divided by a count that may be 0, the compiler
+        # could assume that it is positive and prefetch the first steps of an empty loop. These loads would
+        # overwrite the tiles of the next loop.
         tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
-        steps = count if SPARSE else GROUP * count  # a list has those of all heads
-        for step in tl.range(0, steps, num_stages=STAGES):  # one loop for the group's heads never drains
+        steps = count if SPARSE else GROUP * count  # a list covers all heads of the group
+        for step in tl.range(0, steps, num_stages=STAGES):  # one loop for all heads keeps the pipeline full
             tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
             m0 = tile * BLOCK_M if SPARSE else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
-            # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they
-            # are zeros.
+            # Load zeros for queries that see no key of this block: they may be padding with arbitrary values.
             valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
-            # Each vector is read as late as may be: its values, one for each column of a tile, fill many
+            # Load lse2 and delta as late as possible: a vector with one value per tile column takes many
             # registers.
             if MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
@@ -165,7 +163,7 @@ def backward_keys(
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
-                if SCORE is not None:  # which may make anything of rows beyond the last query
+                if SCORE is not None:  # SCORE may return anything past the last query
                     seen = seen & (i < keys)
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -194,7 +192,7 @@ def backward_keys(
             dv = add_products(dv, kept, dout, e, PRECISION)
             dk = add_products(dk, ds, q, d, PRECISION)
 
-    bounded = (j >= start) & (j < end)  # tiles without a mask disregard these bounds
+    bounded = (j >= start) & (j < end)  # full tiles ignore these bounds
     store_tile(
         Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e
     )
@@ -204,7 +202,7 @@ def backward_keys(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
-    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors, grad_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -215,10 +213,11 @@ def backward_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq ``[b, s, h, d]``: one program for each block of queries, head and sequence.
+    """Write dq ``[b, s, h, d]``, one program per block of queries, head and sequence.
 
-    With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``. The
-    gradients of what a function of indices reads are added up in no fixed order.
+    With ALiBi, each program also writes its partial sum of the slope's gradient, ``[b, h, blocks]``
+    (packed: ``[h, blocks]``). Gradients of tensors that a score function captures are accumulated with
+    atomics, in no fixed order.
     """
     work = locate(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
@@ -243,7 +242,7 @@ def backward_queries(
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    # As in the forward: where this holds, what lies beyond a tile's keys may be another's.
+    # As in the forward: if True, the rows after a sequence's visible keys may hold other keys.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -303,13 +302,13 @@ def backward_queries(
             )
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            # The derivative of a row that sees nothing may be NaN.
+            # The derivative may be NaN in rows that see no key.
             ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
             dq = add_products(dq, ds, k, d, PRECISION)
 
-    seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
+    seen = sees_any(i, band)  # clear rows that see no key: they hold garbage
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        # Packed sequences lie side by side, with a partial block for each.
+        # Packed sequences share one row of slots; each has an extra slot for a partial block.
         slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

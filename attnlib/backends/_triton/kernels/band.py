@@ -1,18 +1,19 @@
-"""Which keys a query sees: the band of a mask, within the bounds of one sequence."""
+"""The band of keys that a query sees, clipped to the keys of its sequence."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-MASK_FIELDS = ("left", "right", "prefix")  # kernels' parameters
+MASK_FIELDS = ("left", "right", "prefix")  # parameters of every kernel that masks
 
 
 class KeyBand(NamedTuple):
-    """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
+    """The keys that query ``i`` sees: from ``i - left`` to ``i + right``, or below ``prefix``.
 
-    None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of
-    which this is a piece, queries lie ``offset`` more from the keys, and keys begin at ``key``.
+    All of them lie in ``[start, end)``. An absent bound or prefix is None, and kernels are specialized on
+    that. If the call is a chunk of a larger call, ``offset`` is added to query indices before they are
+    compared with keys, and ``key`` is the index of the chunk's first key in the whole call.
     """
 
     start: tl.tensor
@@ -25,7 +26,7 @@ class KeyBand(NamedTuple):
 
 
 class ChunkOrigin(NamedTuple):
-    """Where a piece of a call begins in the whole."""
+    """The first query, key, head and sequence of a chunk, as indices in the whole call."""
 
     query: tl.tensor
     key: tl.tensor
@@ -35,7 +36,7 @@ class ChunkOrigin(NamedTuple):
 
 @triton.jit
 def origin_of(origin_ptr, sequence, batch):
-    """The origin of one sequence from int32 ``[b, 4]``; zeros where there is none."""
+    """Return the origin of one sequence from int32 ``[b, 4]``, or zeros if the call is not a chunk."""
     if origin_ptr is None:
         return ChunkOrigin(0, 0, 0, 0)
     else:
@@ -48,7 +49,7 @@ def origin_of(origin_ptr, sequence, batch):
 
 @triton.jit
 def bounds(starts_ptr, ends_ptr, sequence, keys):
-    """The first key of a sequence and the end of its keys, as a dense call may bound them."""
+    """Return the start and end of a sequence's keys; a dense call may restrict both."""
     start = 0 if starts_ptr is None else tl.maximum(tl.load(starts_ptr + sequence), 0)
     end = keys if ends_ptr is None else tl.minimum(tl.load(ends_ptr + sequence), keys)
     return start, end
@@ -56,7 +57,7 @@ def bounds(starts_ptr, ends_ptr, sequence, keys):
 
 @triton.jit
 def visible(i, j, band):
-    """Whether query ``i`` sees key ``j``, for index tensors that broadcast."""
+    """True if query ``i`` sees key ``j``, for index tensors that broadcast."""
     seen = (i == i) & (j >= band.start) & (j < band.end)
     i += band.offset
     if band.left is not None:
@@ -71,10 +72,10 @@ def visible(i, j, band):
 
 @triton.jit
 def reach(x0, x1, first, last, before, after):
-    """The indices ``[low, high)`` from ``x - before`` to ``x + after`` for some ``x`` in ``[x0, x1)``, and
-    for each.
+    """Return ``low, high, all_low, all_high`` for windows from ``x - before`` to ``x + after``.
 
-    They are of ``[first, last)``; None is a side without a bound.
+    ``[low, high)`` is the union of the windows of all ``x`` in ``[x0, x1)``, and ``[all_low, all_high)`` is
+    their intersection, both clipped to ``[first, last)``. None leaves a side open.
     """
     low, all_low, high, all_high = first, first, last, last
     if before is not None:
@@ -86,8 +87,10 @@ def reach(x0, x1, first, last, before, after):
 
 @triton.jit
 def key_range(i0, i1, band):
-    """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each
-    does.
+    """Return ``low, high, all_low, all_high`` for the queries in ``[i0, i1)``.
+
+    Keys in ``[low, high)`` may be visible to some of the queries, and keys in ``[all_low, all_high)`` are
+    visible to all of them.
     """
     i0, i1 = i0 + band.offset, i1 + band.offset
     low, high, all_low, all_high = reach(i0, i1, band.start, band.end, band.left, band.right)
@@ -99,15 +102,16 @@ def key_range(i0, i1, band):
 
 @triton.jit
 def sees_any(i, band):
-    """Whether query ``i`` sees a key at all."""
+    """True if the band of query ``i`` contains a key."""
     low, high, _, _ = key_range(i, i + 1, band)
     return (i == i) & (low < high)
 
 
 @triton.jit
 def query_range(j0, j1, first, last, band):
-    """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see
-    each.
+    """Return ``low, high, all_low, all_high`` for the keys in ``[j0, j1)``.
+
+    Queries in ``[low, high)`` may see some of the keys; queries in ``[all_low, all_high)`` see all of them.
     """
     low, high, all_low, all_high = reach(
         j0 - band.offset, j1 - band.offset, first, last, band.right, band.left
@@ -116,13 +120,15 @@ def query_range(j0, j1, first, last, band):
         low = tl.where(j0 < band.prefix - band.key, first, low)
         all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)
     if band.left is not None and band.right is not None:
-        high = tl.where(band.left + band.right < 0, first, high)  # a band that holds no key
+        high = tl.where(band.left + band.right < 0, first, high)  # an empty band
     return low, tl.where(j0 < j1, high, first), all_low, all_high
 
 
 class Tiles(NamedTuple):
-    """A range in tiles, from ``first`` on: how many before the full ones, how many full, and masked around
-    them.
+    """The tiles of a range, which starts at ``first``.
+
+    ``before`` masked tiles come first, then ``full`` full tiles, then the remaining masked ones. ``masked``
+    counts all masked tiles.
     """
 
     first: tl.tensor
@@ -133,10 +139,10 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """The tiles of ``[low, high)``: full ones of ``FULL``, within ``[all_low, all_high)``, and masked ones of
-    ``EDGE``.
+    """Divide ``[low, high)`` into full tiles of ``FULL`` and masked tiles of ``EDGE``.
 
-    ``FULL`` is a multiple of ``EDGE``; or 0, and all tiles are masked.
+    Full tiles lie within ``[all_low, all_high)``. ``FULL`` is a multiple of ``EDGE``. If it is 0, all tiles
+    are masked.
     """
     first = low // EDGE
     count = tl.maximum(tl.cdiv(high, EDGE) - first, 0)
@@ -151,7 +157,7 @@ def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexp
 
 @triton.jit
 def tile_at(n, tiles, MASKED: tl.constexpr, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """Where the ``n``-th tile begins of those that need a mask, or of those that need none."""
+    """Return the start of the ``n``-th masked tile, or of the ``n``-th full tile."""
     if MASKED:
         return tiles.first + n * EDGE + tl.where(n < tiles.before, 0, tiles.full * FULL)
     else:

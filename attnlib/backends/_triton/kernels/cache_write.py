@@ -1,6 +1,4 @@
-"""Appends to a cache: keys rotated, and stored with their values where the slots say, in one byte each if so
-asked.
-"""
+"""Cache writes: rotate new keys, quantize keys and values if the cache is int8 or fp8, and store them."""
 
 import triton
 import triton.language as tl
@@ -8,8 +6,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tile import COUNTS, load_columns
 
-ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
-# The scale of nothing but zeros; as in backends/_torch/pages.py.
+ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number except the sign
+# The scale of a row of zeros, the same as in backends/_torch/pages.py.
 OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)
 
 
@@ -24,12 +22,12 @@ def write(
     PAIRS_K: tl.constexpr, PAIRS_V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of all tokens and heads to ``slots_ptr``, one slot a token; a slot outside ``[0, slots)``
-    is skipped.
+    """Write the keys and values of all tokens and heads to the slots in ``slots_ptr``.
 
-    The first ``2 * PAIRS_K`` channels of K are rotated, and likewise of V, which is the rotary key of latent
-    storage. ``EARLY``: programs may start before what they read is there, and let the kernel that follows
-    start beside them.
+    Each token has one slot. Slots outside ``[0, slots)`` are skipped. The first ``2 * PAIRS_K`` channels of
+    K are rotated, and the first ``2 * PAIRS_V`` channels of V, which in an MLA cache holds the rotary key.
+    ``EARLY``: launched with PDL (programmatic dependent launch), so wait for the preceding kernel before
+    reading, and let the next one start.
     """
     if EARLY:
         gdc_wait()
@@ -40,7 +38,7 @@ def write(
     b, i = (token // s).to(tl.int64), (token % s).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=valid, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < slots)
-    slot = slot.to(tl.int32)  # which the slots that are kept fit
+    slot = slot.to(tl.int32)  # slots that are written fit in int32
     page, place = (slot // page_size).to(tl.int64), (slot % page_size).to(tl.int64)
     angles = b * stride_ab + i * stride_as
 
@@ -62,10 +60,10 @@ def rotated(
     ptr, at, cos_ptr, sin_ptr, angles, valid,
     WIDTH: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rows at ``ptr + at``, zeros beyond their width; with their first pairs turned, rounded as
-    ``rope.rotate`` rounds.
+    """Load the rows at ``ptr + at`` and rotate their first ``PAIRS`` pairs of channels.
 
-    Every product is rounded by itself, so the kernel must be compiled without fused multiply-adds.
+    Columns beyond ``WIDTH`` are zeros. Rounding is the same as in ``rope.rotate``: every product is rounded
+    separately, so this kernel must be compiled without fused multiply-adds.
     """
     x = load_columns(ptr, at, valid, WIDTH, ALL, True)
     if PAIRS:
@@ -86,7 +84,10 @@ def rotated(
 
 @triton.jit
 def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
-    """Write rows ``x`` to ``ptr + at``; with their scales to ``scale_ptr + scale_at``, if there are any."""
+    """Write the rows ``x`` to ``ptr + at``.
+
+    If there is a ``scale_ptr``, quantize each row and write its scale to ``scale_ptr + scale_at``.
+    """
     columns = tl.arange(0, x.shape[1])
     to = ptr + at[:, None] + columns[None, :]
     some = kept[:, None] & (columns < WIDTH)[None, :]
@@ -94,26 +95,27 @@ def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
         x = x.to(tl.float32)
         INT8: tl.constexpr = ptr.dtype.element_ty == tl.int8
         limit = 127.0 if INT8 else 448.0
-        top = tl.max(x.to(tl.int32, bitcast=True) & ABS, 1)  # as an integer, NaN is more than infinity
+        top = tl.max(x.to(tl.int32, bitcast=True) & ABS, 1)  # compared as integers, NaN exceeds infinity
         scale = tl.div_rn(top.to(tl.float32, bitcast=True), limit)
         scale = tl.where(scale == 0, OF_ZEROS, scale)
         tl.store(scale_ptr + scale_at, scale, mask=kept)
         x = tl.div_rn(x, scale[:, None])
-        # The last bits of x + 1.5 * 2 ** 23 are the nearest integer, ties to even.
+        # The low bits of x + 1.5 * 2 ** 23 hold the nearest integer, ties to even.
         x = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8) if INT8 else to_e4m3(x)
     tl.store(to, x.to(ptr.dtype.element_ty), mask=some)
 
 
 @triton.jit
 def to_e4m3(x):
-    """fp32 rounded to the nearest fp8 e4m3 number, ties to even, as a byte; by integers, since chips before
-    sm_89 have no fp8.
+    """Round fp32 to the nearest e4m3 number, ties to even, and return its byte.
 
-    Four bits of exponent with a bias of 7, three of mantissa, and 0x7F for NaN and what is too large.
+    Uses integer arithmetic, because GPUs before sm_89 have no fp8 instructions. e4m3 has four exponent bits
+    (bias 7) and three mantissa bits. NaN and overflow become 0x7F, which is NaN.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & ABS
-    # Below 2 ** -6 numbers lie 2 ** -9 apart, as those from 2 ** 14 on do in fp32.
+    # Below 2 ** -6, e4m3 numbers are 2 ** -9 apart, as fp32 numbers are from 2 ** 14 on. Adding 2 ** 14
+    # therefore rounds correctly.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     odd = (magnitude >> 20) & 1
     normal = tl.minimum((magnitude - (120 << 23) + 0x7FFFF + odd) >> 20, 0x7F)

@@ -1,4 +1,4 @@
-"""The running sums of the decode kernel, tile by tile of what a cache stores."""
+"""The inner loop of the decode kernel: add the tiles of a paged cache to the running sums."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ from .tile import Rows, load_columns
 
 
 class DecodeSizes(NamedTuple):
-    """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how
-    to sum.
+    """The compile-time sizes and options of the decode kernel.
 
-    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents,
-    are read as pairs of ``STORED`` bytes, and summed in two halves, of even and of odd channels.
+    ``D``, ``D_TAIL`` and ``E`` are channel counts, ``PAGE`` is the page size (0: a contiguous cache), and
+    ``FULL`` and ``EDGE`` are the tokens of a full and of a masked tile. ``ONE``: every sequence has one
+    query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents, are loaded as pairs of
+    ``STORED`` bytes and summed in two halves, for even and odd channels.
     """
 
     D: tl.constexpr
@@ -35,10 +36,9 @@ class DecodeSizes(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where a cache stores a KV head of a sequence, in pages; and the tokens ``[low, high)`` of it that are
-    read.
+    """The paged tensors of one sequence and KV head, and the tokens ``[low, high)`` to read.
 
-    ``v`` lies nowhere (None) for latent storage, nor do scales where there are none.
+    ``v.ptr`` is None for an MLA cache, and the scale pointers are None if the cache has no scales.
     """
 
     k: Rows
@@ -53,9 +53,10 @@ class Stored(NamedTuple):
 
 
 class RunningSums(NamedTuple):
-    """The running output, maximum and sum of FlashAttention; or sums, by place in a tile.
+    """FlashAttention's running output, maximum and sum.
 
-    ``odd`` are odd channels of the output, where ``acc`` has the even ones; else it goes unread.
+    ``l_i`` has one sum per row, or one per element of a tile. ``odd`` holds the odd output channels if
+    ``acc`` holds only the even ones, and is unused otherwise.
     """
 
     acc: tl.tensor
@@ -65,11 +66,10 @@ class RunningSums(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What decides the scores of a tile's rows: their indices ``i`` and heads, what they see, and how they
-    score.
+    """The rows of a tile and the inputs of their scores: indices ``i``, heads, band and score options.
 
-    Functions of indices are told these indices, and read the tensors; ``first`` is that of the sequence's
-    first query.
+    Mask and score functions receive these indices and read ``mask_tensors`` and ``score_tensors``.
+    ``first`` is the index of the sequence's first query.
     """
 
     i: tl.tensor
@@ -87,7 +87,10 @@ class Scoring(NamedTuple):
 def load_plane(
     x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """A tile of a plane, ``WIDTH`` channels; where masked, zeros but for valid tokens."""
+    """Load a tile of ``WIDTH`` channels from a plane of the cache (keys, values or key tails).
+
+    If ``MASKED``, tokens that are not ``valid`` are zeros.
+    """
     if x.desc is not None and not MASKED:
         row = page.to(tl.int32) * (x.stride_b // x.stride_t).to(tl.int32) + (n % PAGE if PAGE else n)
         return x.desc.load([row, 0])
@@ -97,7 +100,7 @@ def load_plane(
 
 @triton.jit
 def load_scale(x, page, n, valid, PAGE: tl.constexpr):
-    """The scales of a tile's tokens, 0 but for valid ones."""
+    """Load the scales of a tile's tokens, with 0 for invalid tokens."""
     return tl.load(x.ptr + place(x, page, n, PAGE, valid.shape[0]), mask=valid, other=0.0)
 
 
@@ -106,11 +109,11 @@ def add_tile(
     sums, page, n, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
+    """Add one tile of ``BLOCK`` tokens, from token ``n`` on, to the running sums."""
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
-    PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
-    # Channels of a key before its tail.
+    PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels per loaded element
+    # Key channels before the tail.
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
     j = n + tl.arange(0, BLOCK)
@@ -131,7 +134,9 @@ def add_tile(
     at = placed(
         scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first
     )
-    if MASK is not None and MASKED:  # before scores, whose layout Triton then takes for their maxima
+    # Evaluate the mask before the scores. Otherwise, Triton gives the running maxima the layout of the mask's
+    # loads, and converts every tile of scores through shared memory.
+    if MASK is not None and MASKED:
         shown = MASK(at.b, at.h, at.i, at.j, at.first, scoring.mask_tensors)
     if sizes.PAIRS:
         even, odd = both_factors(k.T, sizes.STORED, sizes.NATIVE)
@@ -144,7 +149,7 @@ def add_tile(
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
         s *= k_scale[None, :]
-    if sizes.D_TAIL and LATENT:  # whose scale is 1
+    if sizes.D_TAIL and LATENT:  # the tail of a latent key has no scale
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     s, _ = modify(s, modifiers, (i + band.offset)[:, None], j[None, :])
     s = changed(s, modifiers, at, scoring.score_tensors, SCORE)
@@ -180,7 +185,7 @@ def sweep(
     sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running sums with all tiles that need a mask, or with all that need none."""
+    """Add all masked tiles, or all full tiles, to the running sums."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)
     entries = entries_at(stored.table_ptr, n, stored.high, sizes.PAGE, BLOCK)
@@ -188,7 +193,7 @@ def sweep(
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
         sums = add_tile(sums, page, n, queries, scoring, stored, sizes, MASK, SCORE, MASKED, BLOCK)
-        if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
+        if sizes.PAGE:  # read one tile ahead, so that loads of keys do not wait for page numbers
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
     return sums

@@ -1,5 +1,6 @@
-"""FlashAttention-2's forward (Dao, 2023, arXiv 2307.08691): a program for each block of queries, head and
-sequence.
+"""FlashAttention-2's forward (Dao, 2023, arXiv 2307.08691).
+
+One program computes one block of queries of one head and sequence.
 """
 
 import triton
@@ -26,20 +27,21 @@ from .tile import COUNTS, ChannelBlocks, Channels, Rows, TilePlace, load_tile, l
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr,
     v_descale_ptr,
-    lists_ptr,  # of the tiles to visit, where a function hides some
+    lists_ptr,  # tiles to visit; only with MASK
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, SCORE: tl.constexpr,  # functions of indices, or None
+    MASK: tl.constexpr, SCORE: tl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
-    t]``.
+    """Write out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+
+    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``.
     """
     work = locate(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M,
@@ -69,7 +71,8 @@ def forward(
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    # Beyond its keys lies no other's key, and they are not bounded: a descriptor needs no mask.
+    # True if the rows after a sequence's visible keys may hold other keys (packed or bounded sequences).
+    # Otherwise descriptor loads need no mask.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -78,7 +81,7 @@ def forward(
     stored = work.start + m < work.rows
     q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, work.start, stored, d, True)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:  # as a key whose value is 0
+    if sinks_ptr is not None:  # a sink acts like a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
         m_i = tl.zeros([BLOCK_M], tl.float32) + sink * (LOG2E / unit)
         l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
@@ -99,7 +102,7 @@ def forward(
         all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
         all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
         edges = tl.minimum(all_low, high), all_high, high
-    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full ones, masked ones
+    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full tiles, masked tiles
         if SPARSE:
             begin = tiles.before if phase == 2 else 0
         else:
@@ -110,7 +113,8 @@ def forward(
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
-            # Before scores, whose layout Triton then takes for their maxima.
+            # Evaluate the mask before the scores. Otherwise, Triton gives the running maxima the layout of
+            # the mask's loads, and converts every tile of scores through shared memory.
             if MASK is not None and phase != 1:
                 shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.offset)[:, None], j[None, :])
@@ -138,5 +142,5 @@ def forward(
         lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored
     )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
-    sees = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
+    sees = sees_any(i, band)[:, None]  # clear rows that see no key: they hold garbage
     store_tile(out_rows, of_q, work.start, stored, ChannelBlocks(acc, acc), factor, sees, e)

@@ -1,10 +1,9 @@
-"""Which tiles a mask by function hides, cuts or shows whole; and for each block of rows, a list of those to
-visit.
+"""Block sparsity for mask functions: classify tiles, and list the tiles that each block of rows visits.
 
-``classify_tiles`` calls the function once for each pair within the band, whatever the heads and passes.
-``list_tiles`` joins small tiles to those of a kernel, and cuts them at the band and at the bounds of a
-sequence. A line of a list is a header, and entries: of tiles that are cut from the front on, of whole ones
-from the back, each in ascending order.
+``classify_tiles`` calls the mask function once per pair within the band and marks tiles as hidden, partial
+or full. ``list_tiles`` joins these small tiles into tiles of an attention kernel, and applies the band and
+the bounds of sequences. A line of the list belongs to one block of rows. It is a header followed by
+entries: partial tiles from the front, full tiles from the back, each in ascending order.
 """
 
 from typing import NamedTuple
@@ -16,18 +15,19 @@ from .band import KeyBand, bounds, key_range, origin_of, query_range
 from .scores import placed
 from .tile import COUNTS, locate
 
-HIDDEN: tl.constexpr = tl.constexpr(0)  # a tile in which no pair is seen; 1: some are
-WHOLE: tl.constexpr = tl.constexpr(2)  # all are
-HEADER: tl.constexpr = tl.constexpr(4)  # numbers before the entries of a line, three of which are counts
-EACH: tl.constexpr = tl.constexpr(4)  # tiles side by side that a program looks at
-CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
+HIDDEN: tl.constexpr = tl.constexpr(0)  # no pair of the tile is visible; 1: some pairs are
+WHOLE: tl.constexpr = tl.constexpr(2)  # all pairs are visible
+HEADER: tl.constexpr = tl.constexpr(4)  # int32 numbers before a line's entries; three are counts
+EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles per program
+CHUNK: tl.constexpr = tl.constexpr(128)  # tiles per step of list_tiles
 
 
 class SparseTiles(NamedTuple):
-    """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and
-    whole.
+    """The tiles that a block of rows visits, as pointers to its list and counts.
 
-    ``first`` is where the first cut one is written, ``last`` where the first whole one is.
+    ``first`` points to the first partial tile, and ``last`` to the first full one (full tiles are listed
+    backwards). ``cut`` counts the partial tiles, ``before`` those before the first full tile, and ``whole``
+    the full ones.
     """
 
     first: tl.tensor
@@ -39,26 +39,29 @@ class SparseTiles(NamedTuple):
 
 @triton.jit
 def line_of(work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """How far from the first line of all the line of a block of rows begins."""
+    """Return the offset of a block's line in the lists."""
     at = work.plane * stride_b + work.head * stride_h
     return at + slot_of(work.row, work.sequence, work.start, BLOCK, PACKED).to(tl.int64) * (HEADER + room)
 
 
 @triton.jit
 def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """The number of a block of rows; packed sequences lie side by side, with a partial block for each."""
+    """Return the number of a block of rows.
+
+    Blocks of packed sequences are numbered consecutively, with one extra, partial block per sequence.
+    """
     return row // BLOCK + sequence + start // BLOCK if PACKED else start // BLOCK
 
 
 @triton.jit
 def lines_of(rows, batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """How many blocks there are of as many rows, of all sequences if packed."""
+    """Return the number of blocks for ``rows`` rows; for packed sequences, of all sequences together."""
     return rows // BLOCK + batch + 1 if PACKED else tl.cdiv(rows, BLOCK)
 
 
 @triton.jit
 def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """What is listed for a block of rows."""
+    """Return the list of tiles for a block of rows."""
     line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
     first = line + HEADER
     return SparseTiles(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
@@ -66,20 +69,21 @@ def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constex
 
 @triton.jit
 def entry(tiles, n, CUT: tl.constexpr):
-    """The ``n``-th tile of those that are cut, or of the whole ones."""
+    """Return the ``n``-th partial tile of a list, or the ``n``-th full tile."""
     return tl.load(tiles.first + n if CUT else tiles.last - n)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
-    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # all but the first may be None
+    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # all but states may be None
     mask_tensors, batch, planes, s, t, columns, left, right, prefix,
     BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
+    """Write the state of each tile (hidden, partial or full) within the band.
 
-    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads
-    differ. Each sequence of a cache has as many keys as ``lengths`` says, ``t`` at most.
+    States are int8 ``[b, h, tile rows, columns]``. ``planes`` is 1 if all heads have the same mask,
+    otherwise the number of heads. Pairs past the last query or key are ignored. For a cache, ``lengths``
+    holds the key counts of sequences, each at most ``t``.
     """
     chunks = tl.cdiv(columns, EACH)
     pid, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * EACH
@@ -116,11 +120,10 @@ def list_tiles(
     GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each block of queries the tiles of keys that it visits, int32 ``[b, h, blocks, HEADER +
-    room]``.
+    """Write the list of key tiles that each block of queries visits, int32 ``[b, h, blocks, HEADER + room]``.
 
-    ``BY_KEYS``: for each block of keys those of queries, of one head of the group after the other; tile ``n``
-    of head ``m`` is ``m * room // GROUP + n``.
+    ``BY_KEYS``: list the query tiles that each block of keys visits instead, one head of the group after
+    the other. Tile ``n`` of head ``m`` has the number ``m * (room // GROUP) + n``.
     """
     if BY_KEYS:
         OWN: tl.constexpr = BLOCK_N
@@ -179,7 +182,7 @@ def list_tiles(
             before += tl.sum(tl.where(is_cut & (whole + wholes == 0), 1, 0), 0)
             cut += tl.sum(is_cut.to(tl.int32), 0)
             whole += tl.sum(is_whole.to(tl.int32), 0)
-    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # for those who must visit one
+    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # for kernels that always visit at least one tile
     tl.store(line, before)
     tl.store(line + 1, cut)
     tl.store(line + 2, whole)

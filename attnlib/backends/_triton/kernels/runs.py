@@ -1,7 +1,8 @@
-"""Over a cache, the runs of tiles that a program visits where a mask by function hides some.
+"""Block sparsity in decoding: runs of adjacent tiles with the same state.
 
-It lists them itself, since a schedule on the device says what it reads. Within a run tiles follow one
-another, so that their loads wait for no other load.
+If a mask function hides tiles of a cache, each program lists its own runs, because only the schedule on the
+device knows which tokens the program reads. Within a run tiles are adjacent, so their loads do not wait for
+a list.
 """
 
 from typing import NamedTuple
@@ -12,18 +13,19 @@ import triton.language as tl
 from .band import Tiles
 from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
 
-CUT: tl.constexpr = tl.constexpr(1)  # a tile of which some pairs are seen
-# By which the first tile of a run is multiplied, to have its kind added.
+CUT: tl.constexpr = tl.constexpr(1)  # a partial tile: some pairs are visible
+# A run is encoded as `first tile * KINDS + kind`.
 KINDS: tl.constexpr = tl.constexpr(4)
-CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are looked at together
-LINES: tl.constexpr = tl.constexpr(4)  # and rows of their states
+CHUNK: tl.constexpr = tl.constexpr(128)  # tiles classified per step
+LINES: tl.constexpr = tl.constexpr(4)  # rows of states read at once
 
 
 class States(NamedTuple):
-    """What tiles are, of so many ``planes`` (heads that differ) and columns; and room for the runs of a block
-    of rows.
+    """The states of tiles, and a buffer for the runs of each block of rows.
 
-    There are ``s`` queries of each of so many sequences, or of all if packed, and ``group`` rows a query.
+    ``planes`` is the number of heads with different masks, ``columns`` the number of tiles per row, and
+    ``room`` the capacity for runs. Each of ``batch`` sequences has ``s`` queries (packed: all together),
+    and each query has ``group`` rows.
     """
 
     ptr: tl.tensor
@@ -37,8 +39,10 @@ class States(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """The rows and keys of a tile; queries and keys of one with a state; and what tells rows of all blocks
-    apart.
+    """The tile sizes of decoding with block sparsity.
+
+    ``M`` rows and ``N`` keys are a tile of the kernel; ``GRAIN_M`` queries and ``GRAIN`` keys are a tile
+    with a state. ``KV_HEADS`` and ``PACKED`` serve to number the blocks.
     """
 
     M: tl.constexpr
@@ -50,8 +54,9 @@ class BlockSizes(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The states of some rows of tiles: ``rows`` in each of so many ``heads``; the next head begins
-    ``stride_heads`` rows further.
+    """The states of some rows of tiles: ``rows`` rows in each of ``heads`` heads.
+
+    The next head begins ``stride_heads`` rows later.
     """
 
     ptr: tl.tensor
@@ -62,8 +67,9 @@ class Lines(NamedTuple):
 
 
 class SplitTokens(NamedTuple):
-    """The tokens ``[low, high)`` of a split, of which a block of queries sees all of ``[all_low,
-    all_high)``.
+    """The tokens ``[low, high)`` of a split.
+
+    All queries of a block see the tokens in ``[all_low, all_high)``.
     """
 
     low: tl.tensor
@@ -73,7 +79,11 @@ class SplitTokens(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """So many runs, each its first tile and its kind; the last one ends before tile ``end``."""
+    """A list of ``count`` runs.
+
+    Each entry encodes the first tile of a run and its kind (hidden, partial or full). The last run ends
+    before tile ``end``.
+    """
 
     ptr: tl.tensor
     count: tl.tensor
@@ -82,7 +92,10 @@ class Runs(NamedTuple):
 
 @triton.jit
 def lines_for(x, sizes, work, first, last):
-    """The states of queries ``[first, last)`` of a sequence, in all heads of a group that differ."""
+    """Return the states for queries ``[first, last)`` of a sequence.
+
+    If heads have different masks, all heads of the group are included.
+    """
     rows = tl.maximum((last - 1) // sizes.GRAIN_M - first // sizes.GRAIN_M + 1, 1)
     heads, head = tl.where(x.planes > 1, x.group, 1), tl.where(x.planes > 1, work.head * x.group, 0)
     stride_heads = lines_of(x.s, x.batch, sizes.GRAIN_M, sizes.PACKED)
@@ -93,8 +106,9 @@ def lines_for(x, sizes, work, first, last):
 
 @triton.jit
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
-    """Whether tiles ``n`` are hidden, cut or seen whole by all rows; hidden those that are not of these
-    tokens.
+    """Return the kind of tiles ``n``: hidden, partial, or full for all rows.
+
+    Tiles outside the split's tokens count as hidden.
     """
     some, every = tl.full(n.shape, HIDDEN, tl.int32), tl.full(n.shape, WHOLE, tl.int32)
     visited, per_head = (n >= tokens.low // N) & (n * N < tokens.high), tl.maximum(lines.rows, 1)
@@ -118,9 +132,9 @@ def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
 
 @triton.jit
 def list_runs(x, sizes, work, first, last, tokens):
-    """The runs of some tokens that a block of rows visits, of queries ``[first, last)``.
+    """List the runs of a split's tiles for a block of rows with queries ``[first, last)``.
 
-    They are written where no other split of the block, which has other tiles, writes any.
+    Other splits of the block have other tiles, and write their runs to other parts of the buffer.
     """
     line = (work.plane * sizes.KV_HEADS + work.head) * lines_of(x.s * x.group, x.batch, sizes.M, sizes.PACKED)
     line += slot_of(work.row * x.group, work.sequence, work.start, sizes.M, sizes.PACKED)
@@ -136,14 +150,16 @@ def list_runs(x, sizes, work, first, last, tokens):
         begins = (n < end) & (kind != kinds_of(n - 1, lines, tokens, sizes.N, sizes.GRAIN))
         tl.store(runs + count + tl.cumsum(begins.to(tl.int32), 0) - 1, n * KINDS + kind, mask=begins)
         count += tl.sum(begins.to(tl.int32), 0)
-    tl.debug_barrier()  # what some warps have written all read
+    tl.debug_barrier()  # all warps read what some warps wrote
     return Runs(runs, count, end)
 
 
 @triton.jit
 def run_at(r, runs, N: tl.constexpr, EDGE: tl.constexpr):
-    """The tiles of a run: none if they are hidden, pieces of ``EDGE`` if they are cut, or full ones of
-    ``N``.
+    """Return the tiles of run ``r``.
+
+    Full runs have full tiles of ``N`` tokens, partial runs have masked tiles of ``EDGE`` tokens, and hidden
+    runs have none.
     """
     run = tl.load(runs.ptr + r)
     following = tl.load(runs.ptr + r + 1, mask=r + 1 < runs.count, other=runs.end * KINDS)

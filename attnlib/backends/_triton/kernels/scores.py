@@ -1,6 +1,6 @@
-"""From products q·k to scores, to probabilities, and to what dropout keeps of them.
+"""Scores, probabilities and dropout of a tile.
 
-Scores are kept in units of ``log2``: a probability is ``exp2(score * unit - lse2)``.
+Scores are in log2 units: a probability is ``exp2(score * unit - lse2)``.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,9 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Modifiers(NamedTuple):
-    """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units
-    (or None).
+    """The score options: scale, softcap and the head's ALiBi slope in log2 units.
 
-    ``slope`` is one number, or one a row.
+    ``softcap`` and ``slope`` may be None. ``slope`` is a scalar or has one value per row.
     """
 
     scale: tl.tensor
@@ -26,16 +25,20 @@ class Modifiers(NamedTuple):
 
 @triton.jit
 def load_slope(slopes_ptr, stride, sequence, head, batch):
-    """The slope of a head in log2 units; 0 for what follows the last packed sequence."""
-    # One bool for all heads is no mask to Triton 3.9's interpreter.
+    """Load the ALiBi slope of a head in log2 units.
+
+    For the tokens after the last packed sequence, the slope is 0.
+    """
+    # One bool per head, because Triton 3.9's interpreter rejects a scalar mask for several heads.
     known = sequence + head * 0 < batch if len(head.shape) > 0 else sequence < batch
     return tl.load(slopes_ptr + (sequence * stride + head), mask=known, other=0).to(tl.float32) * LOG2E
 
 
 @triton.jit
 def descaled(x, ptr, at, sequence, batch):
-    """``x`` times the descale of a head, where there are any; that of what follows the last packed sequence
-    is 1.
+    """Multiply ``x`` by the descale of a head, if descales are given.
+
+    For the tokens after the last packed sequence, the descale is 1.
     """
     if ptr is None:
         return x
@@ -45,7 +48,10 @@ def descaled(x, ptr, at, sequence, batch):
 
 @triton.jit
 def tanh(x):
-    """``tanh(x)`` to fp32 rounding; a Taylor polynomial near 0, where ``1 - exp`` would cancel."""
+    """Return ``tanh(x)`` to fp32 rounding.
+
+    Near 0, a Taylor polynomial avoids the cancellation in ``1 - exp``.
+    """
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     fading = tl.exp2(tl.abs(x) * (-2 * LOG2E))
@@ -55,17 +61,20 @@ def tanh(x):
 
 @triton.jit
 def unit_of(modifiers):
-    """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2
-    units.
+    """Return the factor of scores in ``exp2``.
+
+    With softcap or ALiBi, :func:`modify` returns scores in log2 units, and the factor is 1. Otherwise it
+    returns raw products, and the factor is ``scale * log2(e)``.
     """
     return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
 
 
 @triton.jit
 def modify(s, modifiers, i, j):
-    """Products q·k as scores, capped and less the slope times the distance ``|i - j|``; and their derivative.
+    """Apply softcap and ALiBi to the products q·k, and return scores and their derivative.
 
-    That is by the scaled products, and 1 without a cap.
+    ALiBi subtracts the slope times the distance ``|i - j|``. The derivative is with respect to the scaled
+    products, and 1 without a softcap.
     """
     derivative = 1.0
     if modifiers.softcap is not None or modifiers.slope is not None:
@@ -80,7 +89,10 @@ def modify(s, modifiers, i, j):
 
 
 class PairIndices(NamedTuple):
-    """What functions of indices are given of a tile: its indices in the whole of which this is a piece."""
+    """The indices of a tile that mask and score functions receive.
+
+    If the call is a chunk of a larger call, the indices count from the start of the whole call.
+    """
 
     b: tl.tensor
     h: tl.tensor
@@ -91,21 +103,25 @@ class PairIndices(NamedTuple):
 
 @triton.jit
 def placed(origin, sequence, head, i, j, first):
-    """The indices of a tile, from those of a piece; ``first`` is that of the sequence's first query."""
+    """Convert the indices of a tile in a chunk to indices in the whole call.
+
+    ``first`` is the index of the sequence's first query.
+    """
     b, h = (origin.sequence + sequence).to(tl.int32), (origin.head + head).to(tl.int32)
     return PairIndices(b, h, i + origin.query, j + origin.key, first + origin.query)
 
 
 @triton.jit
 def natural(s, modifiers):
-    """Scores of :func:`modify`, times their scale if they are products."""
+    """Convert scores of :func:`modify` to natural units, the input of score functions."""
     return s * (unit_of(modifiers) * LN2)
 
 
 @triton.jit
 def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
-    """Scores of :func:`modify` as a function changes them, in log2 units then; as they are where there is
-    none.
+    """Apply a score function to scores of :func:`modify` and return log2 units.
+
+    Without a function, return the scores unchanged.
     """
     if SCORE is None:
         return s
@@ -116,7 +132,7 @@ def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
 
 @triton.jit
 def unit_behind(modifiers, SCORE: tl.constexpr):
-    """What scores of :func:`changed` are multiplied by in ``exp2``."""
+    """Return the factor that scores of :func:`changed` need in ``exp2``."""
     return unit_of(modifiers) if SCORE is None else 1.0
 
 
@@ -124,10 +140,10 @@ def unit_behind(modifiers, SCORE: tl.constexpr):
 def unchanged(
     ds, s, modifiers, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr
 ):
-    """The gradient of scores before a function, from that behind it; 0 where not ``seen``, a tile of bools or
-    True.
+    """Return the gradient of a score function's input, given the gradient ``ds`` of its output.
 
-    Adds the gradients of what the function reads to ``grads``, where there are any.
+    The gradient is 0 for pairs that are not ``seen`` (a tile of bools, or True). If ``grads`` are given,
+    add the gradients of the captured tensors to them.
     """
     if DERIVATIVE is None:
         return ds
@@ -142,23 +158,22 @@ def unchanged(
 
 @triton.jit
 def online_softmax(m_i, s, unit):
-    """The running maximum with a tile of scores; its probabilities; what sums so far are scaled by."""
+    """Return the new running maximum, the tile's probabilities, and the factor for the sums so far."""
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    # Until a row sees a key, its maximum is -inf, and subtracting that would give NaN.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    correction = tl.exp2((m_i - safe) * unit)  # 1 if the maximum stays: as one fused sum it drifts
+    correction = tl.exp2((m_i - safe) * unit)  # exactly 1 if m_i is unchanged; one FMA would drift
     p = tl.exp2(s * unit - (safe * unit)[:, None])
     return m_new, p, correction
 
 
 @triton.jit
 def dropout_keep(seed, threshold, origin, sequence, head, i, j0, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
-    """Which probabilities of queries ``i`` and the keys from ``j0`` on dropout keeps, where bits reach the
-    threshold.
+    """Return the dropout mask of a tile: True if a pair's random bits reach the threshold.
 
-    Those are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, counted in the whole of which this may be a
-    piece. Four keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each
-    makes it anew.
+    The bits are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, with indices in the whole call if this
+    call is a chunk. Four keys share one Philox result. In a ``WHOLE`` call these keys are adjacent in a
+    tile; in a chunk, each key computes the result again.
     """
     STEP: tl.constexpr = 4 if WHOLE else 1
     keys = (origin.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros(

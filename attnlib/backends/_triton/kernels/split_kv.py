@@ -1,5 +1,6 @@
-"""Splits of sequences: cut for a whole step by ``schedule``, of about equal length, and joined by
-``combine``.
+"""Split-KV: ``schedule`` cuts sequences into splits of about equal length, and ``combine`` merges results.
+
+One schedule serves all layers of a step.
 """
 
 import triton
@@ -13,10 +14,10 @@ from .tile import COUNTS, owner, tokens_of
 
 @triton.jit
 def shares(l_i, m_i, lse2):
-    """What weights and one more, or a sink, keep of their shares when joined; all weights, and the largest.
+    """Return the factors of the old sums and of one more result or sink, and the new sum and maximum.
 
-    Weights are sums beside their largest exponent of 2. Sums of products are written as they are to be
-    rounded, the same in all kernels.
+    ``l_i`` is a sum of exponentials relative to the maximum ``m_i`` (log2 units). The explicit fused
+    multiply-adds fix the rounding, so that it is the same in all kernels.
     """
     m_new = tl.maximum(m_i, lse2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -26,7 +27,7 @@ def shares(l_i, m_i, lse2):
 
 @triton.jit
 def join(acc, l_i, m_i, x, lse2):
-    """Weighted sums, their weights and the largest, with attention ``x`` over more keys."""
+    """Merge one more attention result ``x``, with LSE ``lse2`` in log2 units, into the running sums."""
     old, new, l_i, m_i = shares(l_i, m_i, lse2)
     return tl.fma(x, new[:, None], acc * old[:, None]), l_i, m_i
 
@@ -40,17 +41,17 @@ def combine(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
     TOGETHER: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them
-    alone.
+    """Merge the splits of ``ROWS`` query rows and ``WIDTH`` channels.
 
-    ``EARLY``: programs may start before the splits are there, and wait for them. Splits of a fixed size are
-    joined one by one, so that those without a visible key make no difference.
+    The order depends only on the splits. Splits of a fixed size are merged one by one, so that splits
+    without a visible key change no bit. ``EARLY``: launched with PDL (programmatic dependent launch), so
+    wait for the decode kernel before reading its partial results.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
-    after = sequence - batch  # those slots of the schedule that tell of a sequence: the blocks of long ones
+    after = sequence - batch  # 0 or more: a block of a long sequence
     schedule_ptr += schedule_offset
-    item = schedule_ptr + sequence * ENTRY  # this slot also tells of the sequence of its number
+    item = schedule_ptr + sequence * ENTRY  # slot `n` also describes sequence `n`
     slot, splits = tl.load(item + 4, mask=after < 0, other=0), tl.load(item + 5, mask=after < 0, other=0)
     if EARLY:
         gdc_wait()
@@ -95,7 +96,7 @@ def combine(
                     mask=there[:, :, None],
                     other=0.0,
                 )
-                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # loads wait for no other load
+                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # independent loads
                 m_new = tl.maximum(m_i, tl.max(lse2, 1))
                 safe = tl.where(m_new == float("-inf"), 0.0, m_new)
                 weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
@@ -120,12 +121,21 @@ def schedule(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, FINEST: tl.constexpr,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so
-    on.
+    """Write schedules that cut sequences into splits.
 
-    A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the
-    sequence of its own number ``(first slot, splits, splits of each block of rows)``, the last if it is long:
-    as many as others of this length have, but of ``LARGEST`` tokens at most and ``SMALLEST`` at least.
+    The first schedule is for ``capacity`` programs, the next one for half as many, and so on. Each slot has
+    ``ENTRY`` int32 numbers. The first four describe a split, the next three the sequence ``n`` in slot
+    ``n``:
+
+        0       sequence, or -1 if the slot is empty
+        1, 2    begin and end of the split, in tokens
+        3       number of splits of its sequence
+        4       first slot of sequence ``n``
+        5       number of splits of sequence ``n``
+        6       number of splits per block of rows, if sequence ``n`` is long
+
+    Long sequences have at least as many splits per block as other sequences of their length. A split of
+    theirs has at most ``LARGEST`` tokens and at least ``SMALLEST``, which has priority.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
@@ -138,7 +148,7 @@ def schedule(
     size = tl.maximum(tl.cdiv(tl.sum(units, 0), programs), 1)
     max_splits = tl.maximum(batch + (programs + 1) // 2, programs)
     above = tl.maximum(tl.max(units, 0), size)
-    while size < above:  # the least size of which there are slots for all splits
+    while size < above:  # bisect for the smallest size whose splits fit the slots
         middle = (size + above) // 2
         fits = tl.sum(tl.cdiv(units, middle), 0) <= max_splits
         size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)

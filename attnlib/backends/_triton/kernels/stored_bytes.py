@@ -1,6 +1,4 @@
-"""Stored bytes as factors of 16-bit products: all as fp16, which holds any of them, in the range that fp16
-has.
-"""
+"""Conversion of int8 and fp8 cache values to fp16, which is exact, for matrix products with queries."""
 
 from typing import NamedTuple
 
@@ -11,7 +9,10 @@ from .tile import ChannelBlocks
 
 
 class QueryFactors(NamedTuple):
-    """Rows of queries, and their tail; of pairs ``main`` has the even channels, and ``odd`` the odd ones."""
+    """The query rows and their tail.
+
+    If keys are read in pairs, ``main`` holds the even channels and ``odd`` the odd ones.
+    """
 
     main: tl.tensor
     odd: tl.tensor
@@ -33,11 +34,11 @@ FROM_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b16 low, high;
 
 @triton.jit
 def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr):
-    """What is stored in ``dtype``, exactly; int8 and e4m3 in fp16 ``NATIVE``: in the instructions of NVIDIA's
-    chips.
+    """Convert stored values to ``dtype``, exactly.
 
-    ``STAYS``: where it was loaded, from where fp16 goes through shared memory to the product. Triton would
-    rather move bytes, and cannot read those of a transposed factor but one by one.
+    ``NATIVE``: convert int8 and e4m3 to fp16 with NVIDIA instructions. ``STAYS``: convert before the tile
+    passes through shared memory. Otherwise Triton moves the bytes through shared memory, and has to read a
+    transposed factor byte by byte.
     """
     if NATIVE and dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
         ASSEMBLY: tl.constexpr = FROM_INT8 if x.dtype == tl.int8 else FROM_E4M3
@@ -62,9 +63,9 @@ BOTH_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b32 sorted; .reg .b16 low, hig
 
 @triton.jit
 def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
-    """The first and the second byte of each pair, int16, in fp16: even channels and odd ones.
+    """Convert int16 pairs to two fp16 tiles: first bytes (even channels) and second bytes (odd channels).
 
-    Pairs go to a product as any 16 bits do, and become two factors there, in registers.
+    Pairs are loaded and moved like any 16-bit tile, and unpacked in registers just before the product.
     """
     if NATIVE:
         ASSEMBLY: tl.constexpr = BOTH_INT8 if stored == tl.int8 else BOTH_E4M3
@@ -78,13 +79,13 @@ def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def pairs_at(ptr):
-    """A pointer to pairs of bytes, int16."""
+    """Cast a pointer to bytes to a pointer to pairs of bytes, int16."""
     return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def halved(queries):
-    """Queries that meet pairs."""
+    """Divide queries into even and odd channels, for keys that are read in pairs."""
     main = queries.main.reshape(queries.main.shape[0], queries.main.shape[1] // 2, 2)
     even, odd = tl.split(main)
     return QueryFactors(even, odd, queries.tail)
@@ -92,11 +93,11 @@ def halved(queries):
 
 @triton.jit
 def in_range(queries, of_tail: tl.constexpr):
-    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes
-    the scale.
+    """Convert queries to fp16 and return them with the factors that undo their scaling.
 
-    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no
-    8-bit key: it has a dtype of its own, and so has that of a query.
+    Each row is scaled by a power of two that brings it below 4, because fp16 has a small range. The factor
+    that undoes this is 0 if a row has only zeros and subnormal numbers. The tail of a latent key is not
+    quantized, so the query's tail gets its dtype, ``of_tail``.
     """
     q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
     CHANNELS: tl.constexpr = len(q.shape) - 1
@@ -110,11 +111,11 @@ def in_range(queries, of_tail: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """A scale as a power of two, ``(exponent, inverse of the power, rest)``; the exponent is -40 at least.
+    """Split a scale into a power of two and a rest; return ``exponent, 1 / power, rest``.
 
-    Scores that grow by the exponent give weights times that power: at most 1 whatever the scales, if the
-    largest score is subtracted, and times the inverse what they were. The rest is less than 2, but where the
-    scale is not finite.
+    The exponent is at least -40. Add it to the scores, and the probabilities are multiplied by the power.
+    They still do not exceed 1, whatever the scales, since the largest score is subtracted. Multiply by
+    ``1 / power`` to undo this. The rest is less than 2 if the scale is finite.
     """
     exponent = tl.minimum(tl.maximum((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF, 87), 253)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

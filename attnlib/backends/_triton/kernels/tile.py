@@ -1,4 +1,4 @@
-"""What a program works on, and the tiles that it loads, multiplies and stores."""
+"""The work of a program: which rows it computes, and how it loads, multiplies and stores their tiles."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,8 @@ import triton.language as tl
 
 from .band import MASK_FIELDS
 
-# Parameters of any kernel whose divisibility decides nothing, and must not compile it again.
+# Kernel parameters that Triton must not specialize on: divisible values would not give faster code, only
+# another compilation.
 COUNTS = (
     *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls",
     "stride_table", "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages",
@@ -17,8 +18,9 @@ COUNTS = (
 
 
 class Channels(NamedTuple):
-    """How many channels a row has; those of its first block and of its second (0: there is none), powers of
-    two.
+    """The channel count of a row, and the widths of its two channel blocks.
+
+    The widths are powers of two. ``TAIL`` is 0 if there is no second block.
     """
 
     ALL: tl.constexpr
@@ -27,8 +29,9 @@ class Channels(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks,
-    or None.
+    """A tensor ``[b, t, h, d]`` or ``[pages, page_size, g, d]``: pointer and strides.
+
+    ``desc`` and ``tail_desc`` are TMA descriptors of its two channel blocks, or None.
     """
 
     ptr: tl.tensor | None
@@ -40,7 +43,10 @@ class Rows(NamedTuple):
 
 
 class TilePlace(NamedTuple):
-    """Where the rows of a head of a sequence begin in a tensor. A packed tensor is one sequence."""
+    """The start of a sequence in a tensor, for one head.
+
+    Packed sequences count as one sequence ``b``, and start at token ``t``.
+    """
 
     b: tl.tensor
     t: tl.tensor
@@ -48,7 +54,10 @@ class TilePlace(NamedTuple):
 
 
 class ChannelBlocks(NamedTuple):
-    """Some rows in blocks of their channels. Without a second block, ``tail`` is any tile and goes unread."""
+    """A tile of rows, divided into two blocks of channels.
+
+    If there is no second block, ``tail`` is an arbitrary tile that is never read.
+    """
 
     main: tl.tensor
     tail: tl.tensor
@@ -56,8 +65,9 @@ class ChannelBlocks(NamedTuple):
 
 @triton.jit
 def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """The first columns of rows ``at`` elements from ``ptr``, zeros beyond; masked, zeros but for valid
-    rows.
+    """Load ``COLUMNS`` columns of the rows at ``ptr + at``, with zeros beyond ``WIDTH``.
+
+    If ``MASKED``, rows that are not ``valid`` are zeros too.
     """
     columns = tl.arange(0, COLUMNS)
     rows = valid[:, None] if MASKED else True
@@ -67,9 +77,9 @@ def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MAS
 
 @triton.jit
 def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
-    """A pointer, and how far from it the rows from ``n`` on begin.
+    """Return a base pointer and the offsets of the ``ROWS`` rows from row ``n`` on.
 
-    ``ANEW``: made anew in each tile, to hold no registers between tiles.
+    ``ANEW``: recompute the offsets in each tile, so that they occupy no registers between tiles.
     """
     rows = tl.arange(0, ROWS)
     ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
@@ -81,7 +91,7 @@ def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
 
 @triton.jit
 def factor_of(x):
-    """What products take: e4m3 in fp16, which holds it exactly, and all else as it is."""
+    """Convert e4m3 to fp16, which is exact, because products do not take e4m3. Keep other dtypes."""
     return x.to(tl.float16) if x.dtype == tl.float8e4nv else x
 
 
@@ -90,10 +100,10 @@ def load_block(
     x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr,
     ANEW: tl.constexpr,
 ):  # fmt: skip
-    """The first or the second block of a tile; see :func:`load_tile`."""
+    """Load the first or the ``SECOND`` channel block of a tile; see :func:`load_tile`."""
     FIRST: tl.constexpr = channels.MAIN if SECOND else 0
     COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN
-    if BY_DESC:  # whose addresses take no registers
+    if BY_DESC:  # descriptor addresses take no registers
         at = [place.b.to(tl.int32), (place.t + n).to(tl.int32), place.h.to(tl.int32), FIRST]
         return factor_of((x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS))
     else:
@@ -105,9 +115,10 @@ def load_block(
 def load_tile(
     x, place, n, valid, channels, MASKED: tl.constexpr, HOLES: tl.constexpr = True, ANEW: tl.constexpr = False
 ):
-    """A row from ``n`` on for each of ``valid``; where masked, zeros but for valid rows.
+    """Load a tile of rows, from row ``n`` on.
 
-    A descriptor gives zeros beyond the tensor. ``HOLES``: rows that are not valid may lie within it.
+    If ``MASKED``, rows that are not ``valid`` are zeros. Descriptors return zeros only outside the tensor,
+    so masked tiles use pointers if ``HOLES``, that is, if invalid rows may lie inside the tensor.
     """
     BY_DESC: tl.constexpr = x.desc is not None and not (MASKED and HOLES)
     main = load_block(x, place, n, valid, channels, False, MASKED, BY_DESC, ANEW)
@@ -118,7 +129,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(x, place, n, valid, tile, factor, seen, channels):
-    """Write a tile times ``factor``, zeros but where ``seen``, into the valid rows of those from ``n`` on."""
+    """Write ``tile * factor`` to the valid rows from row ``n`` on, with zeros if not ``seen``."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):
         block = tl.where(seen, (tile.tail if SECOND else tile.main) * factor, 0.0)
         columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
@@ -129,14 +140,14 @@ def store_tile(x, place, n, valid, tile, factor, seen, channels):
 
 @triton.jit
 def zeros(channels, ROWS: tl.constexpr):
-    """A tile to add products to."""
+    """Return an fp32 accumulator for :func:`add_products`."""
     main = tl.zeros([ROWS, channels.MAIN], tl.float32)
     return ChannelBlocks(main, tl.zeros([ROWS, channels.TAIL], tl.float32) if channels.TAIL else main)
 
 
 @triton.jit
 def products(x, y, channels, PRECISION: tl.constexpr):
-    """``x @ y.T`` of two tiles."""
+    """Return ``x @ y.T`` for two tiles."""
     s = tl.dot(x.main, y.main.T, input_precision=PRECISION)
     if channels.TAIL:
         s = tl.dot(x.tail, y.tail.T, s, input_precision=PRECISION)
@@ -145,7 +156,7 @@ def products(x, y, channels, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_products(sums, x, y, channels, PRECISION: tl.constexpr):
-    """``sums + x @ y``, of a matrix with a tile."""
+    """Return ``sums + x @ y`` for a matrix ``x`` and a tile ``y``."""
     main, tail = tl.dot(x.to(y.main.dtype), y.main, sums.main, input_precision=PRECISION), sums.tail
     if channels.TAIL:
         tail = tl.dot(x.to(y.tail.dtype), y.tail, sums.tail, input_precision=PRECISION)
@@ -154,14 +165,15 @@ def add_products(sums, x, y, channels, PRECISION: tl.constexpr):
 
 @triton.jit
 def offset(cu_ptr, n, total):
-    """Where packed sequence ``n`` begins, at least 0 and at most ``total``, whatever the tensor says."""
+    """Return the start of packed sequence ``n``, clamped to ``[0, total]``."""
     return tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), total)
 
 
 @triton.jit
 def tokens_of(cu_ptr, n, batch, total):
-    """The first token of packed sequence ``n``, and how many it has; sequence ``batch`` has what follows the
-    last.
+    """Return the first token of packed sequence ``n``, and its length.
+
+    Sequence ``batch`` stands for the tokens after the last sequence.
     """
     row, above = offset(cu_ptr, n, total), offset(cu_ptr, tl.minimum(n + 1, batch), total)
     return row, tl.where(n < batch, tl.maximum(above - row, 0), total - row)
@@ -169,10 +181,10 @@ def tokens_of(cu_ptr, n, batch, total):
 
 @triton.jit
 def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
-    """The number of the first block of rows of packed sequence ``n``, ``group`` rows a token.
+    """Return the number of the first block of packed sequence ``n``, with ``group`` rows per token.
 
-    It leaves room for a last, partial block of each sequence before; or, if not 0, of those of more than
-    ``LONG`` rows, each of which raises the rows before by as many.
+    Numbers are reserved for a last, partial block of each preceding sequence. If ``LONG`` is not 0, only
+    sequences with more than ``LONG`` rows get one, so there are at most ``rows // LONG`` of them.
     """
     rows = offset(cu_ptr, n, tokens) * group
     return rows // BLOCK + (tl.minimum(rows // LONG, n) if LONG else n)
@@ -180,21 +192,25 @@ def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexp
 
 @triton.jit
 def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
-    """Whose block of rows this is, and its number among theirs; see :func:`first_block`."""
-    n, above = block * 0, batch + 1  # no plain 0, which stays one where there is no sequence
+    """Return the packed sequence that a block of rows belongs to, and the block's number in that sequence.
+
+    See :func:`first_block` for the numbers of blocks.
+    """
+    n, above = block * 0, batch + 1  # not the int 0, which would stay an int if batch = 0
     while above - n > 1:
         middle = (n + above) // 2
         fits = first_block(cu_ptr, middle, tokens, group, BLOCK, LONG) <= block
         n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
     block = block - first_block(cu_ptr, n, tokens, group, BLOCK, LONG)
-    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # offsets that decrease: nobody's block
+    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # decreasing offsets: skip this block
 
 
 class Work(NamedTuple):
-    """What a program works on: a head of a sequence; its block of rows from ``start`` on.
+    """The work of a program: the block of rows from ``start`` on, in one head of one sequence.
 
-    The sequence has ``rows`` rows from ``row`` on, and ``others`` rows of the other side (keys for queries,
-    queries for keys) from ``other`` on, in sequence ``plane`` of the tensors.
+    The sequence has ``rows`` rows (queries or keys), which begin at ``row`` of sequence ``plane`` in the
+    tensors. ``other`` and ``others`` are the start and the number of its rows on the other side: keys if
+    the block has queries, and queries if it has keys.
     """
 
     sequence: tl.tensor
@@ -211,11 +227,11 @@ class Work(NamedTuple):
 def locate(
     pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr
 ):
-    """The work of program ``pid``, for ``s`` rows of a sequence and ``t`` of the other side, or of all if
-    packed.
+    """Return the work of program ``pid``, for sequences of ``s`` rows, and ``t`` rows on the other side.
 
-    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed
-    sequence ``batch`` is what follows the last offset, and has no keys.
+    For packed sequences, ``s`` and ``t`` are totals, and sequence ``batch`` stands for the tokens after the
+    last one; it has no keys. Heads run in waves whose keys and values fit in the L2 cache. In a wave,
+    ``REVERSED`` starts the last blocks first, which see the most keys if the mask is causal.
     """
     PACKED: tl.constexpr = cu_ptr is not None
     pairs = heads if PACKED else batch * heads

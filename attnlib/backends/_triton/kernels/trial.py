@@ -1,4 +1,4 @@
-"""Two tiny kernels that show whether a launch hands on what it should."""
+"""Two tiny kernels that test whether direct launches pass arguments and descriptors correctly."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def add_numbers(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.constexpr):
-    """Write ``x`` plus ``read[0]``, one block of numbers a program."""
+    """Write ``x + read_tensors[0]``, one block of numbers per program.
+
+    The host passes None for ``absent_ptr``. If anything else arrives, the kernel starts at element 1 and
+    the test fails.
+    """
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = at < size
     if absent_ptr is not None:
@@ -17,7 +21,7 @@ def add_numbers(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.cons
 
 @triton.jit
 def add_tile(x_ptr, out_ptr, x_desc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write ``x`` plus the same rows as a descriptor loads them, one tile a program."""
+    """Write ``x`` (loaded by pointer) plus ``x`` (loaded by descriptor), one tile per program."""
     first = tl.program_id(0) * BLOCK_M
     rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     at = rows[:, None] * BLOCK_N + columns[None, :]
