@@ -1,12 +1,12 @@
-"""What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave
-in order.
+"""Building blocks that Gluon lacks: shared-memory buffers, barriers, and inline assembly for code order.
 
-A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier
-of the whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i``
-uses 2 + i, but for one of a single warp, which uses none. Flags use 15 and those below it.
+A named barrier (``bar.sync``, ``bar.arrive``) costs one instruction per warp. An mbarrier would first need a
+barrier of the whole warpgroup, and an elected thread. Barrier numbers below ``FIRST`` belong to Triton:
+partition ``i`` of a warp-specialized kernel uses 2 + i, unless it is a single warp, which uses none. Flags
+use 15 and the numbers below it.
 
-Gluon is experimental. Each name that differs between versions of Triton is chosen here, by what is there;
-which names a version lacks says ``gluon_names.py``.
+Gluon is experimental. This module picks the names that differ between Triton versions; ``gluon_names.py``
+reports the names that the installed version lacks.
 """
 
 from triton.experimental import gluon
@@ -17,10 +17,10 @@ FIRST: gl.constexpr = gl.constexpr(6)
 
 
 def first_of(module, *names):
-    """Return what a module has by the first of these names that it has; the newest comes first.
+    """Return the first attribute in ``names`` that ``module`` has; list the newest name first.
 
     Raises:
-        AttributeError: it has none of them.
+        AttributeError: the module has none of the names.
     """
     for name in names:
         if hasattr(module, name):
@@ -28,7 +28,7 @@ def first_of(module, *names):
     raise AttributeError(f"{module.__name__} has none of {', '.join(names)}")
 
 
-# Triton 3.8 renamed the first two, whose old names raise in 3.9, and 3.9 the third.
+# Triton 3.8 renamed the two async copies (their old names raise in 3.9); Triton 3.9 renamed _reinterpret.
 async_load = first_of(tma, "async_load", "async_copy_global_to_shared")
 async_store = first_of(tma, "async_store", "async_copy_shared_to_global")
 reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
@@ -41,7 +41,7 @@ def _one_operand(instruction, threads):
 
 @gluon.jit
 def barrier_sync(number, THREADS: gl.constexpr):
-    """Wait until ``THREADS`` threads, these among them, have come to the barrier of this number."""
+    """Wait at named barrier ``number`` until ``THREADS`` threads have arrived, the callers included."""
     gl.inline_asm_elementwise(
         _one_operand("bar.sync", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -49,7 +49,7 @@ def barrier_sync(number, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive(number, THREADS: gl.constexpr):
-    """Come to the barrier of this number, and go on."""
+    """Arrive at named barrier ``number`` without waiting for the other threads."""
     gl.inline_asm_elementwise(
         _one_operand("bar.arrive", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -77,19 +77,20 @@ def _read_flag(number):
 
 @gluon.jit
 def make_flag(NUMBER: gl.constexpr):
-    """Make the flag of the warpgroup of this number, once: a register, since a tensor's element is no
-    scalar.
+    """Declare the flag of warpgroup ``NUMBER``, once per kernel.
+
+    The flag is a PTX register, because an element of a tensor is not a scalar that a branch can test.
     """
     gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
-    """Raise the flag of this warpgroup if any of its ``sums`` ``[rows, 8]`` is above a limit, or NaN; else
-    lower it.
+    """Raise the warpgroup's flag if any of its ``sums`` exceeds ``LIMIT`` or is NaN; otherwise lower it.
 
-    Its warps come to a barrier of their own. ptxas so moves nothing that is in the sums below the wait for
-    the product that it should overlap, as it else does with 12 to 66 of 66 exponentials.
+    ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. That also keeps ptxas from
+    moving the exponentials in the sums below the wait for the product that they should overlap; without the
+    barrier, it moves 12 to 66 of the 66.
     """
     gl.inline_asm_elementwise(
         _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -98,7 +99,7 @@ def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
 
 @gluon.jit
 def is_raised(NUMBER: gl.constexpr):
-    """Whether the flag of this warpgroup is raised."""
+    """True if the flag of warpgroup ``NUMBER`` is raised."""
     return (
         gl.inline_asm_elementwise(_read_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1) != 0
     )
@@ -108,7 +109,7 @@ def is_raised(NUMBER: gl.constexpr):
 def _scale_unless_one(count):
     moves = [f"mov.b32 ${n}, ${count + n};" for n in range(count)]
     products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
-    # A thread holds two rows of a product, which take turns every two registers.
+    # A thread holds two rows of a wgmma accumulator; they alternate every two registers.
     differs = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
     asked = "vote.sync.any.pred q, p, 0xffffffff;"
     body = " ".join([differs, asked, *moves, "@!q bra DONE;", *products])
@@ -122,8 +123,9 @@ def _in_and_out(count):
 
 @gluon.jit
 def scale_rows(acc, factor, COUNT: gl.constexpr):
-    """``acc * factor[:, None]``, which a warp skips if its factors are all 1; a thread has ``COUNT`` numbers
-    of acc.
+    """Return ``acc * factor[:, None]``; a warp skips the multiplication if all of its factors are 1.
+
+    ``COUNT`` is the number of elements of ``acc`` per thread.
     """
     return gl.inline_asm_elementwise(
         _scale_unless_one(COUNT), _in_and_out(COUNT), [acc, factor[:, None]],
@@ -133,7 +135,7 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
 
 @gluon.jit
 def prefetch(ptr):
-    """Bring what lies here into the L2 cache."""
+    """Prefetch the data at ``ptr`` into the L2 cache."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -146,15 +148,19 @@ def prefetch(ptr):
 
 @gluon.jit
 def opaque(x):
-    """The same fp32 numbers; what makes them stays behind its branch."""
+    """Return the fp32 tensor ``x`` through an opaque move, which the compiler cannot look through.
+
+    The computation of ``x`` thus stays inside its branch.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def anew(number):
-    """The same int32, from which ptxas and LLVM must compute anew where it stands, and not ahead of the loop.
+    """Return an int32 through an opaque move, so that values derived from it are recomputed here.
 
-    Descriptors of shared memory that are kept through a loop are spilled.
+    Without the move, LLVM and ptxas hoist them out of the loop. Shared-memory descriptors that stay live
+    throughout a loop are spilled.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -176,8 +182,9 @@ def _in_place(count):
 
 @gluon.jit
 def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
-    """:func:`scale_rows` under a product in flight: ptxas waits for it where it multiplies, and not where it
-    skips.
+    """Return ``acc * factor[:, None]`` as :func:`scale_rows` does, in the registers of ``acc``.
+
+    With a product in flight, ptxas then waits for it only if the warp multiplies, not if it skips.
     """
     return gl.inline_asm_elementwise(
         _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
@@ -187,8 +194,9 @@ def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
 
 @gluon.jit
 def opaque_halves(x):
-    """The same 16-bit numbers; what is made of them is not made before, where it would take twice the
-    registers.
+    """Return the 16-bit tensor ``x`` through an opaque move.
+
+    Values derived from it are not computed earlier, where they would take twice the registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
@@ -207,32 +215,35 @@ def _unpack(name):
 
 @gluon.jit
 def halves_of(x, like):
-    """fp32 numbers in 16 bits, of the type of ``like``: two in a register from here on, and not in one
-    each.
-    """
+    """Convert fp32 to the 16-bit dtype of ``like``, packed two to a register from here on."""
     NAME: gl.constexpr = "f16" if like.dtype == gl.float16 else "bf16"
     return gl.inline_asm_elementwise(_pack(NAME), "=r,r,r", [x], dtype=like.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def floats_of(x):
-    """Numbers of 16 bits in fp32: made here, and not before, where they would take twice the registers."""
+    """Convert 16-bit numbers to fp32 at this point.
+
+    The compiler cannot convert them earlier, where they would take twice the registers.
+    """
     NAME: gl.constexpr = "f16" if x.dtype == gl.float16 else "bf16"
     return gl.inline_asm_elementwise(_unpack(NAME), "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
 def opaque_words(x):
-    """The same words in registers that no product under way reads: ptxas waits for each where those are
-    written.
+    """Copy int32 words to registers that no product in flight reads.
+
+    Before it writes a register that such a product reads, ptxas waits for the product.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def e4m3_in_fours(x):
-    """Numbers ``[rows, n, 2, 2]`` in e4m3, four in a word ``[rows, n]``; at once, or ptxas merges no
-    halves.
+    """Convert ``[rows, n, 2, 2]`` to e4m3, packed four to an int32 word ``[rows, n]``.
+
+    One asm block converts all four, because ptxas does not merge halves that are converted separately.
     """
     even, odd = x.split()
     a, c = even.split()
@@ -246,8 +257,9 @@ def e4m3_in_fours(x):
 
 @gluon.jit
 def fours_of(words, LAYOUT: gl.constexpr):
-    """The numbers in e4m3 ``[rows, 4 n]`` of which words ``[rows, n]`` hold four each; a thread has all
-    four.
+    """Unpack int32 words ``[rows, n]`` into e4m3 numbers ``[rows, 4 n]``, four from each word.
+
+    All four numbers of a word stay in one thread.
     """
     twice = gl.join(words, words)
     x = gl.join(twice, twice).reshape([words.shape[0], words.shape[1] * 4])
@@ -259,10 +271,10 @@ def fours_of(words, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_fours(ptrs, x):
-    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side
-    by side.
+    """Add fp32 numbers to global memory, four per instruction.
 
-    Atomic adds of Triton crash ptxas here, while a product is under way.
+    Each thread must hold its numbers in contiguous groups of four. Triton's own atomic adds crash ptxas here,
+    while a product is in flight.
     """
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
@@ -273,7 +285,10 @@ def add_fours(ptrs, x):
 
 @gluon.jit
 def wait_for_turn(ptr, turn):
-    """Wait until an int32 of global memory is ``turn``. What whoever wrote it did before is then there."""
+    """Spin until the int32 at ``ptr`` equals ``turn``.
+
+    The load acquires: everything that the writer wrote before is visible afterwards.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 v; "
         "AGAIN: ld.acquire.gpu.global.b32 v, [$1]; setp.ne.s32 p, v, $2; @p bra AGAIN; } mov.b32 $0, 0;",
@@ -283,8 +298,9 @@ def wait_for_turn(ptr, turn):
 
 @gluon.jit
 def end_turn(ptr, turn):
-    """Write an int32 that others wait for, after all that this thread and those that it waited for have
-    written.
+    """Write ``turn`` to the int32 at ``ptr``, which other programs wait for.
+
+    A fence orders it after all writes of this thread, and of the threads that this one has waited for.
     """
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
@@ -294,14 +310,14 @@ def end_turn(ptr, turn):
 
 @gluon.jit
 def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Room for ``SLOTS`` tiles, as matrix products read them."""
+    """Allocate shared memory for a ring of ``SLOTS`` tiles, in the layout that wgmma reads."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
     return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """As many barriers, each for so many arrivals."""
+    """Allocate ``COUNT`` mbarriers, each of which expects ``ARRIVALS`` arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
         mbarrier.init(made.index(n), ARRIVALS)
@@ -310,13 +326,16 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 @gluon.jit
 def vectors(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate shared memory for ``COUNT`` vectors of fp32."""
+    """Allocate shared memory for ``COUNT`` fp32 vectors of ``SIZE`` elements."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def clear_outside(tile, n, low, high):
-    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
+    """Zero the rows of ``tile`` outside ``[low, high)``, which may hold arbitrary data.
+
+    The first row of the tile has number ``n``.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HEIGHT: gl.constexpr = tile.shape[0]
     for first in gl.static_range(0, HEIGHT, 16):
@@ -328,7 +347,10 @@ def clear_outside(tile, n, low, high):
 
 @gluon.jit
 def clear_edges(tile, n, low, high):
-    """Zero the rows of a tile outside ``[low, high)`` if there are any, and let products read the zeros."""
+    """Zero the rows of ``tile`` outside ``[low, high)``, if it has any, and let wgmma read the zeros.
+
+    The first row of the tile has number ``n``.
+    """
     if (n < low) | (n + tile.shape[0] > high):
         clear_outside(tile, n, low, high)
         fence_async_shared()

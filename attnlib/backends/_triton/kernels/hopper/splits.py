@@ -1,6 +1,4 @@
-"""Shared by both decode families: the tokens of a split, the page of a token, softmax weights, output
-pointers.
-"""
+"""Code that the GQA and MLA decode kernels share: splits, page-table lookups, softmax, output pointers."""
 
 from typing import NamedTuple
 
@@ -11,14 +9,13 @@ from ..band import KeyBand, key_range, origin_of
 from ..paged import tokens_of_split
 from .primitives import anew
 
-TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
-MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grows before sums are scaled again
+TOKENS: gl.constexpr = gl.constexpr(64)  # per tile
+# A row's sums are rescaled only if its maximum grows by more than this many powers of two.
+MOVED: gl.constexpr = gl.constexpr(8.0)
 
 
 class DecodeCall(NamedTuple):
-    """The call, by the parameters of the kernel; a page begins ``page_rows`` rows of a plane after the one
-    before.
-    """
+    """The parameters of a decode kernel. Page ``n`` of the cache begins at row ``n * page_rows``."""
 
     table_ptr: gl.tensor
     slopes_ptr: gl.tensor
@@ -38,7 +35,7 @@ class DecodeCall(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Where queries lie."""
+    """The query tensor, as a pointer and strides."""
 
     q_ptr: gl.tensor
     stride_qb: gl.tensor
@@ -47,12 +44,17 @@ class QueryRows(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are
-    ``splits``; and the number of its KV head, or of some together.
+    """One split of a sequence: a block of query rows, and the tokens that they attend to.
 
-    They see tokens ``[begin, end)`` at most, tokens ``[low, high)`` of those if any, and all of them
-    ``[all_low, all_high)``. ``entry`` is the entry of the page table for column ``column``, where they may
-    begin.
+    Each query has ``group`` rows, one per query head that shares the KV head. The block begins at row
+    ``start``. The sequence has ``count`` queries, from ``row`` of the query tensor on, and is decoded in
+    ``splits`` splits. ``head`` is the index of the KV head, or of several KV heads that one program decodes
+    together.
+
+    ``[begin, end)``: bounds of the visible tokens.
+    ``[low, high)``: tokens that some row may see; empty if there are none.
+    ``[all_low, all_high)``: tokens that every row sees.
+    ``entry``: the page-table entry in column ``column``, the page at which the split may begin.
     """
 
     sequence: gl.tensor
@@ -77,13 +79,14 @@ class Split(NamedTuple):
 def split_of(
     work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr
 ):
-    """The split that is a program's work, or the ``n``-th of a block. What follows the last sequence has no
-    tokens.
+    """Return the split that a program decodes: a scheduled one, or the ``n``-th equal split if ``n >= 0``.
+
+    Work past the last sequence of the batch gets an empty token range.
     """
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
-    # Beside the lengths, not after.
+    # Load the page-table entry in parallel with the length, not after it.
     entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
@@ -97,12 +100,12 @@ def split_of(
     i = length - work.rows
     low, high, all_low, all_high = key_range(i + first, i + last, band)
     high = gl.where(first < last, high, low)
-    if n >= 0:  # of a long sequence
+    if n >= 0:  # a block of a long sequence, in equal splits
         low, high = tokens_of_split(low, high, n, splits, TOKENS)
         begin, end = gl.maximum(begin, low), gl.minimum(end, high)
         all_low, all_high = gl.maximum(all_low, low), gl.minimum(all_high, high)
     zero = length * 0
-    splits = anew(splits + zero)  # one that is known fails in triton 3.6's passes
+    splits = anew(splits + zero)  # a compile-time constant fails in the passes of Triton 3.6
     return Split(
         work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length,
         begin, end, low, high, all_low + zero, all_high + zero, entry, column, work.head.to(gl.int32),
@@ -111,29 +114,31 @@ def split_of(
 
 @gluon.jit
 def tiles_of(split, SIZE: gl.constexpr):
-    """Return the number of the first tile of ``SIZE`` tokens, and how many there are."""
+    """Return the index of the first tile of ``SIZE`` tokens in a split, and the number of tiles."""
     first = split.low // SIZE
     return first, gl.maximum(gl.cdiv(split.high, SIZE) - first, 0)
 
 
 @gluon.jit
 def row_of(entry, n, call, PAGE: gl.constexpr):
-    """Return the row of the planes that holds token ``n``, on an existing page."""
+    """Return the cache row of token ``n``. A page index out of range is clamped to the last page."""
     page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
     return page * call.page_rows + (n % PAGE if PAGE else n)
 
 
 @gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
-    """The entry of the page table for token ``n``, or for the last one that is seen."""
+    """Return the page-table entry for token ``n``, clamped to the last token that the split sees."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     return gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + (n // PAGE if PAGE else n * 0))
 
 
 class BothHalvesSums(NamedTuple):
-    """The running sums of both halves of the channels; of probabilities, or of these by place in a tile; the
-    running maximum.
+    """The running softmax state of a decode kernel, with the output channels in two halves.
+
+    ``left`` and ``right`` are the output sums of each half, ``m_i`` is the running maximum. ``l_i`` is the
+    sum of probabilities, either per row or still separate for each position in a tile.
     """
 
     left: gl.tensor
@@ -144,9 +149,10 @@ class BothHalvesSums(NamedTuple):
 
 @gluon.jit
 def weighed(s, m_i, unit, AXIS: gl.constexpr):
-    """Probabilities of scores; the maximum that they are relative to; and what sums so far are scaled by.
+    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
 
-    The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
+    A row keeps its old maximum until a score exceeds it by more than ``MOVED`` powers of two. The sums remain
+    exact, since all of them are relative to the same maximum.
     """
     m_new, safe = raised(m_i, gl.max(s, AXIS) * unit)
     return gl.exp2(s * unit - gl.expand_dims(safe, AXIS)), m_new, gl.exp2(m_i - safe)
@@ -154,15 +160,16 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 
 @gluon.jit
 def raised(m_i, highest):
-    """A maximum that is raised to what is highest now if that is much higher; and as it can be subtracted."""
+    """Return the maximum, raised to ``highest`` if that is much higher, and a copy with 0 for -inf."""
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
 
 
 class DecodeOutputs(NamedTuple):
-    """Pointers and strides of the output and the LSE, and of partial results of splits, which have ``lines``
-    rows.
+    """The outputs of a decode kernel: pointers and strides of the output, the LSE and the partial results.
+
+    The partial results of splits have ``lines`` rows.
     """
 
     out_ptr: gl.tensor

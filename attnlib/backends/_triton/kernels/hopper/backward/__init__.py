@@ -1,5 +1,5 @@
-"""Hopper's backward: one pass of five products, in which programs own keys and add to dq.
+"""The Hopper backward: one pass with five matrix products; each program owns a block of keys and adds to dq.
 
-``kernel.py`` is the entry point. Its consumers are named by the widest head they serve: ``upto_128``,
-``upto_192``, ``upto_256``.
+``kernel.py`` is the entry point. The consumer files ``upto_128``, ``upto_192`` and ``upto_256`` are named
+after the largest head dimension that they serve.
 """

@@ -1,6 +1,4 @@
-"""The producer of a Hopper backward: one warp that loads keys and values, and then the queries that see
-them.
-"""
+"""The producer warp of the Hopper backward: it loads keys and values, then the queries that see them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,10 +11,9 @@ from .shared import CONSUMERS, FREED, KEYS, first_step, next_step, start_of
 
 @gluon.jit
 def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes):
-    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become
-    free.
+    """Load the keys and values of a program, then one query tile after another, as ring slots become free.
 
-    Queries that see none of the keys get an LSE that makes their probabilities 0.
+    Queries that see none of the keys get an LSE of +inf, so that their probabilities are 0.
     """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
@@ -56,6 +53,6 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)
         step = next_step(step, job, call, sizes)
-    # A barrier half full hangs the next program.
+    # Wait until the last slots are released: a named barrier left half full hangs the next program.
     for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):
         barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)

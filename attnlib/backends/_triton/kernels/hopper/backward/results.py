@@ -1,7 +1,7 @@
-"""Where the gradients of a backward go: those of keys by way of shared memory, that of queries into fp32
-sums.
+"""Epilogue of the Hopper backward: write dk and dv through shared memory, and add dq to fp32 sums.
 
-The sums lie in tiles as threads hold them, and a last kernel makes dq of them.
+The sums are stored in tiles, in the order in which threads hold them. A second kernel, ``finish_queries``,
+converts them to dq.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .shared import KEYS
 
 
 class Gradient(NamedTuple):
-    """The gradient of keys or of values: descriptors of its blocks, and the tensor by its strides."""
+    """The gradient of keys or values: TMA descriptors, a pointer and strides."""
 
     desc: gl.tensor
     tail_desc: gl.tensor
@@ -30,7 +30,7 @@ class Gradient(NamedTuple):
 
 
 class GradientOutputs(NamedTuple):
-    """Where gradients go."""
+    """The outputs of the backward: dk, dv, and the fp32 sums of dq."""
 
     dk: Gradient
     dv: Gradient
@@ -39,7 +39,10 @@ class GradientOutputs(NamedTuple):
 
 @gluon.jit
 def as_held(x):
-    """A product ``[64, n]`` as its threads hold it: 16 bytes of each of 128 threads, and then the next 16."""
+    """Flatten a product ``[64, n]`` in the order in which threads hold it.
+
+    The first 16 bytes of each of the 128 threads come first, then the next 16 bytes of each.
+    """
     COUNT: gl.constexpr = x.shape[1] // 8
     x = x.reshape([4, 2, 8, COUNT, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return x.reshape([COUNT * 512])
@@ -47,7 +50,7 @@ def as_held(x):
 
 @gluon.jit
 def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared, sizes):
-    """Add a consumer's share of a block of channels, from ``first`` on, to the sums of a tile."""
+    """Add a consumer's part of dq to the sums of a tile, for the channel block that begins at ``first``."""
     SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
     TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
     held = as_held(dq)
@@ -60,10 +63,10 @@ def put(
     sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band,
     sizes,
 ):  # fmt: skip
-    """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
+    """Write the gradient of the ``number``-th key tile, times ``factor``, by way of shared memory.
 
-    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be
-    another's.
+    The tile has the channels from ``first`` on, of ``WIDTH`` channels in all. Rows past the end of the
+    sequence are not written: in a packed tensor they belong to the next sequence.
     """
     start = job.start + number * KEYS
     j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
@@ -85,7 +88,7 @@ def put(
 
 @gluon.jit
 def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared, sizes):
-    """Write the gradients of the ``number``-th tile of keys."""
+    """Write dk for the ``number``-th tile of keys."""
     to = results.dk
     put(dk, call.scale, number, shared.k.index(number), to.desc, to, 0, sizes.D_ALL, job, band, sizes)
     if sizes.D_TAIL:
@@ -93,14 +96,12 @@ def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared
         put(dk_tail, call.scale, number, tile, to.tail_desc, to, sizes.D, sizes.D_ALL, job, band, sizes)
 
 
-# ---- from sums to dq
+# ---- the second kernel: convert sums to dq
 
 
 @triton.jit
 def load_share(ptr, COLUMNS: tl.constexpr):
-    """A product ``[64, COLUMNS]`` that lies as its threads held it: 16 bytes of each of 128, and then the
-    next 16.
-    """
+    """Load a product ``[64, COLUMNS]`` that :func:`as_held` has flattened."""
     held = tl.load(ptr + tl.arange(0, 64 * COLUMNS)).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
     return held.permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
 
@@ -110,8 +111,9 @@ def store_block(
     sums_ptr, of_rows, FIRST: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of ``WIDTH`` channels from ``FIRST`` on; each consumer made half of its rows or of its
-    columns.
+    """Write the ``WIDTH`` channels of a dq tile from channel ``FIRST`` on.
+
+    Each consumer has summed half of them: half of the rows if ``BY_ROWS``, otherwise half of the columns.
     """
     dq_ptr, stride, work, band, scale = of_rows
     COLUMNS: tl.constexpr = WIDTH if BY_ROWS else WIDTH // 2
@@ -132,10 +134,10 @@ def finish_queries(
     batch, heads, s, t, dq_tiles, left, right, prefix, scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq ``[b, s, h, d]``: one program for each tile of sums; a query that sees no key gets zeros.
+    """Convert the sums to dq ``[b, s, h, d]``, one program per tile. A query that sees no key gets zeros.
 
-    The last sums come first: they are still in the L2 cache. Programs start before these are there, and wait
-    for them.
+    The last tiles are converted first, because they are still in the L2 cache. Programs start before the sums
+    are complete (programmatic dependent launch), and wait for them.
     """
     gdc_wait()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

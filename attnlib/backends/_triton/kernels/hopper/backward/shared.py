@@ -1,6 +1,4 @@
-"""What the warps of a backward share: what a program works on, step by step, and how consumers find what is
-loaded.
-"""
+"""Structures that the warps of the Hopper backward share: the work of a program, its steps, loaded tiles."""
 
 from typing import NamedTuple
 
@@ -13,21 +11,24 @@ from ...band import query_range
 from ...mask_tiles import sparse_tiles_of
 from ..primitives import FIRST, clear_outside
 
-KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
-CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
-DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # a barrier: nobody reads keys any more
-# The first barrier of those that hand a slot back to the producer.
+KEYS: gl.constexpr = gl.constexpr(64)  # per tile
+CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both consumers
+DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # named barrier: no consumer reads keys any more
+# The first of the named barriers that release a ring slot to the producer, one per slot.
 FREED: gl.constexpr = gl.constexpr(FIRST + 7)
 
 
 class BackwardSizes(NamedTuple):
-    """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile,
-    slots.
+    """Compile-time constants of the backward: channels of blocks and of whole tensors, tiles and ring slots.
 
-    ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
-    rows beyond a sequence's keys may be another's. ``DQ_WARPGROUP``: a third warpgroup multiplies dq.
-    ``AFTER``: programs add to dq in any order (0), after that of the next keys (1), or of the keys before
-    (-1). ``SPARSE``: a function hides keys, and lists say which tiles are left.
+    ``TILES``: key tiles per program.
+    ``BLOCK_M``: queries per tile.
+    ``BY_ROWS``: each half of a dq tile has half of its queries; otherwise half of its channels.
+    ``HOLES``: rows outside a sequence's keys may hold padding or another sequence.
+    ``DQ_WARPGROUP``: a third warpgroup multiplies dq.
+    ``AFTER``: programs add to dq in any order (0), after the program of the next keys (1), or after the
+        program of the previous keys (-1).
+    ``SPARSE``: a mask function hides keys, and lists name the tiles that remain.
     """
 
     D: gl.constexpr
@@ -47,7 +48,7 @@ class BackwardSizes(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The call, by the parameters of the kernel."""
+    """The parameters of the backward kernel."""
 
     lse2_ptr: gl.tensor
     delta_ptr: gl.tensor
@@ -71,14 +72,17 @@ class BackwardCall(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its
-    group's heads.
+    """The work of a program: key tiles of a KV head from ``start`` on, and the query tiles that see them.
 
-    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of
-    the tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first
-    tile of a head begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow,
-    ``steps`` in all heads. Where tiles are listed, ``tiles`` is what a head could have, and the first ``cut``
-    steps are of tiles that are not whole.
+    ``row``, ``rows``: first row and number of the sequence's keys.
+    ``other``, ``queries``: first row and number of the sequence's queries.
+    ``plane``: index of the sequence in the tensors.
+    ``ahead``: index of the sequence's first query, relative to its first key.
+    ``low``, ``high``: queries ``[low, high)`` see some of the keys.
+    ``first``, ``first_dq``: first query of a head's first tile, and index of that tile's sums of dq.
+    ``tiles``: query tiles per head; with a sparse list, the most that a head can have.
+    ``steps``: query tiles of all heads that share the KV head.
+    ``cut``: with a sparse list, the number of leading steps whose tiles are partial.
     """
 
     sequence: gl.tensor
@@ -101,8 +105,10 @@ class Job(NamedTuple):
 
 
 class QueryStep(NamedTuple):
-    """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a
-    list.
+    """One step of a program: a query tile of one head.
+
+    ``dq``, ``dq_before``: indices of the sums of dq of this tile and of the previous one.
+    ``number``: position of the tile in a sparse list.
     """
 
     tile: gl.tensor
@@ -113,9 +119,7 @@ class QueryStep(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is
-    there.
-    """
+    """The shared memory of the backward: keys and values, rings of query tiles, and mbarriers."""
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -135,8 +139,9 @@ class BackwardShared(NamedTuple):
 
 @gluon.jit
 def tiles_of(start, work, band, sizes):
-    """The queries ``[low, high)`` that see keys of a program whose first is ``start``; their first tile; how
-    many.
+    """Return the queries ``[low, high)`` that see a program's keys, their first tile, and the tile count.
+
+    The keys of the program begin at ``start``.
     """
     ahead = work.rows - work.others
     j0, j1 = gl.maximum(start, band.start), gl.minimum(start + sizes.TILES * KEYS, band.end)
@@ -149,7 +154,7 @@ def tiles_of(start, work, band, sizes):
 
 @gluon.jit
 def job_of(work, band, call, sizes):
-    """What a program does for its keys."""
+    """Return the work of a program."""
     ahead = work.rows - work.others
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
@@ -159,7 +164,7 @@ def job_of(work, band, call, sizes):
     first_dq = (
         work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
     ) * call.dq_tiles + first
-    if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
+    if sizes.PACKED:  # sequences are adjacent, each with room for a partial tile
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
     if sizes.SPARSE:
@@ -176,7 +181,7 @@ def job_of(work, band, call, sizes):
 
 @gluon.jit
 def sparse_step(number, job, call):
-    """The tile of queries of this number in a list. The tile before is itself."""
+    """Return step ``number`` of a sparse list, with its own tile as the previous tile."""
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
     member, tile = found // job.tiles, found % job.tiles
@@ -186,7 +191,10 @@ def sparse_step(number, job, call):
 
 @gluon.jit
 def first_step(job, call, sizes):
-    """The first tile of queries. The tile before is itself: what is added there is zeros."""
+    """Return the first step, with its own tile as the previous tile.
+
+    Consumers that add dq one step late add only zeros in the first step.
+    """
     if sizes.SPARSE:
         return sparse_step(job.steps * 0, job, call)
     else:
@@ -195,10 +203,11 @@ def first_step(job, call, sizes):
 
 @gluon.jit
 def next_step(step, job, call, sizes):
-    """The next tile of queries: of the same head, or the first of the next.
+    """Return the next step: the next query tile of the same head, or the first tile of the next head.
 
-    After the program of the keys before, tiles follow backwards, and in all heads of the group before the
-    next: each program so begins where that one did.
+    If a program adds after the program of the previous keys (``AFTER`` = -1), tiles come in descending order,
+    and each tile for all heads of the group before the next tile. The program thus begins at the tile at
+    which the other program began.
     """
     if sizes.SPARSE:
         return sparse_step(step.number + 1, job, call)
@@ -216,29 +225,30 @@ def next_step(step, job, call, sizes):
 
 @gluon.jit
 def start_of(step, job, sizes):
-    """The first query of a step."""
+    """Return the first query of a step."""
     return job.first + step.tile * (-sizes.BLOCK_M if sizes.AFTER < 0 else sizes.BLOCK_M)
 
 
 @gluon.jit
 def full_queries(j, job, band):
-    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends
-    within it.
+    """Return the queries ``[low, high)`` that see all keys of the tile from ``j`` on.
+
+    The range is empty if the bounds of the sequence cut the tile.
     """
     j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
     _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
     return low, gl.where(j1 - j0 < KEYS, low, high)
 
 
-# ---- what consumers read
+# ---- loaded tiles
 
 
 @gluon.jit
 def wait_for_keys(job, band, shared, sizes):
-    """Wait for keys and values, and zero those that are no keys of this sequence: 0 times what they hold may
-    be NaN.
+    """Wait for keys and values, and zero the rows that are not keys of this sequence.
 
-    Each consumer zeros all of them, and so none waits for the other.
+    Those rows may hold NaN, and 0 times NaN is NaN. Each consumer zeros all of them, so neither waits for the
+    other.
     """
     mbarrier.wait(shared.keys_full.index(0), 0)
     if sizes.HOLES:
@@ -254,8 +264,9 @@ def wait_for_keys(job, band, shared, sizes):
 
 @gluon.jit
 def clear_queries(m0, slot, phase, job, shared, sizes):
-    """Zero the queries of a tile that see none of these keys, once they are there: they may be another
-    sequence's.
+    """Zero the queries of a tile that see none of the program's keys, once the tile is loaded.
+
+    Those rows may belong to another sequence.
     """
     if (m0 < job.low) | (m0 + sizes.BLOCK_M > job.high):
         mbarrier.wait(shared.q_full.index(slot), phase)
@@ -265,11 +276,11 @@ def clear_queries(m0, slot, phase, job, shared, sizes):
             clear_outside(shared.q_tail.index(slot), m0, job.low, job.high)
         clear_outside(shared.dout.index(slot), m0, job.low, job.high)
         fence_async_shared()
-        tl.debug_barrier()  # or Triton makes every step pass one, behind this branch
+        tl.debug_barrier()  # otherwise Triton adds a barrier after the branch, to every step
 
 
 @gluon.jit
 def spread(vector, zero):
-    """A number for each query as a tile ``[keys, queries]``."""
+    """Broadcast a vector of one number per query to a tile ``[keys, queries]``."""
     tile, _ = gl.broadcast(gl.expand_dims(vector.load(gl.SliceLayout(0, zero.type.layout)), 0), zero)
     return tile

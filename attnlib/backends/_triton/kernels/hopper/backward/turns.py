@@ -1,18 +1,20 @@
-"""Turns: the fixed order in which programs add to a tile of dq, where torch wants its algorithms
-deterministic.
+"""Turns: a fixed order in which programs add to a tile of dq, for torch's deterministic algorithms.
 
-A program adds to a tile after one other: that of the next keys of the same head, or of the keys before
-(``AFTER``). Where that one does not add to the tile, none beyond it does, since the queries that see a key
-only move forward from key to key (``query_range``): then it waits for nobody. An int32 for each tile says who
-has added last. One warp waits for turns and another ends them: either takes 1 to 2 microseconds, and a step 2
-to 3.
+A program adds to a tile after one other program of the same head, its predecessor: the program of the next
+keys or of the previous keys (``AFTER``). If the predecessor does not add to the tile, no program beyond it
+does, because the queries that see a key only move forward from key to key (``query_range``); then the program
+does not wait. An int32 per tile names the program that added last. One warp waits for turns and another ends
+them, because each takes 1 to 2 microseconds, and a step takes 2 to 3.
 
-Nobody waits forever. Programs draw their work from a counter as they begin, in such an order that whoever is
-waited for drew before: it is running, and the first of a head waits for no program. Within a program, adding
-to the tile of a step takes three things: the turn, for which only other programs are waited; having added to
-the tiles of the steps before; and what the producer and the other warpgroups do up to this step without
-adding to any later tile. So of all additions not made yet, in order of drawing and then of steps, the first
-can always be made.
+No program waits forever. Programs draw their work from a counter when they start, in an order in which a
+predecessor draws first. So the predecessor is already running, and the first program of a head waits for
+none. Within a program, adding to the tile of a step depends on:
+
+- its turn, which depends only on other programs;
+- its additions to the tiles of earlier steps;
+- the producer and the other warpgroups up to this step, which need no addition to a later tile.
+
+Hence the first outstanding addition, in order of draws and then of steps, can always be made.
 """
 
 from triton.experimental import gluon
@@ -25,8 +27,11 @@ from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tile
 
 @gluon.jit
 def meet(WAITS: gl.constexpr, sizes):
-    """Come to the barrier of a tile of dq that has been added to: who added goes on, and two warps wait."""
-    NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # free where dq is made
+    """Meet at the named barrier that follows an addition to a tile of dq.
+
+    The warpgroup that has added arrives and goes on; the two warps that handle turns wait (``WAITS``).
+    """
+    NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # a number unused by the consumers
     THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.DQ_WARPGROUP else CONSUMERS) + 64
     if WAITS:
         barrier_sync(NUMBER, THREADS)
@@ -36,14 +41,15 @@ def meet(WAITS: gl.constexpr, sizes):
 
 @gluon.jit
 def number_of(start, sizes):
-    """The number of the program of the keys from ``start`` on, at least 1 of a sequence's own."""
+    """Return the number of the program that owns the keys from ``start`` on, at least 1 in a sequence."""
     return start // (sizes.TILES * KEYS) + 1
 
 
 @gluon.jit
 def wait_for_turns(work, band, job, call, shared, sizes):
-    """Let a tile of dq be added to once the program that comes before has, and this one to the tile
-    before.
+    """Wait for this program's turn at each tile of dq, and signal each turn to the warpgroups that add.
+
+    A turn comes when the predecessor has added to the tile, and this program to its previous tile.
     """
     if sizes.AFTER:
         other = work.start + sizes.AFTER * (sizes.TILES * KEYS)
@@ -63,7 +69,7 @@ def wait_for_turns(work, band, job, call, shared, sizes):
 
 @gluon.jit
 def end_turns(work, job, call, sizes):
-    """Say to which tiles of dq this program has added."""
+    """Publish, tile by tile, that this program has added to dq."""
     if sizes.AFTER:
         step = first_step(job, call, sizes)
         for _ in range(job.steps):
@@ -74,14 +80,17 @@ def end_turns(work, job, call, sizes):
 
 @gluon.jit
 def wait_to_add(n, shared, sizes):
-    """Wait until the tile of dq of step ``n`` may be added to; the zeros of step -1 may be at any time."""
+    """Wait until step ``n`` may add to its tile of dq.
+
+    Step -1 adds only zeros, so it never waits.
+    """
     if sizes.AFTER:
         mbarrier.wait(shared.turn.index(0), n & 1, pred=n >= 0)
 
 
 @gluon.jit
 def mark_added(n, sizes):
-    """Say that this warpgroup has added to the tile of step ``n``."""
+    """Signal that this warpgroup has added to the dq tile of step ``n``."""
     if sizes.AFTER:
         if n >= 0:
             meet(False, sizes)

@@ -1,10 +1,16 @@
-"""Consumers of a backward that own 64 keys each, and a third warpgroup beside them that multiplies dq.
+"""Backward consumers for head dimensions up to 128: each owns 64 keys, and a third warpgroup multiplies dq.
 
-A consumer waits for no other: it leaves its ``ds`` in one of two slots, and the third warpgroup takes it from
-there. d128, kernel alone, against consumers that multiply dq themselves: full 8k 654 and 587 TFLOP/s, causal
-8k 661 and 609; d64, 521 and 489, 508 and 463. A consumer has 216 registers, of which its sums take 128 at
-d128, and a tile of scores 64 at d64: so probabilities are kept in 16 bits, and scores start from zeros, not
-from ``-lse``.
+A consumer does not wait for the other: it stores its ``ds`` in one of two slots, from which the third
+warpgroup reads it. TFLOP/s, kernel only:
+
+                      third warpgroup    consumers multiply dq
+    d = 128, full 8k              654                      587
+    d = 128, causal 8k            661                      609
+    d = 64, full 8k               521                      489
+    d = 64, causal 8k             508                      463
+
+A thread of a consumer has 216 registers. At d = 128 its gradients take 128 of them; at d = 64 a tile of
+scores takes 64. Therefore probabilities are kept in 16 bits, and scores start from zeros, not from ``-lse``.
 """
 
 from typing import NamedTuple
@@ -47,20 +53,26 @@ from .shared import (
 )
 from .turns import mark_added, wait_to_add
 
-FULL: gl.constexpr = FIRST  # a barrier for each slot of ds: both consumers have stored theirs
-TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)  # and one for each consumer too: dq has been made of it
-ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads that multiply
+FULL: gl.constexpr = FIRST  # a named barrier per slot of ds: both consumers have stored their ds
+# A named barrier per consumer and slot of ds: dq has been computed from the slot.
+TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)
+ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads of the consumers and the third warpgroup
 
 
 class KeyGradients(NamedTuple):
-    """The gradients of a consumer's keys."""
+    """The accumulators of dk and dv for a consumer's keys."""
 
     dk: gl.tensor
     dv: gl.tensor
 
 
 class Now(NamedTuple):
-    """Where a step finds things: the slot of its queries, its phase, and the slot of its ``ds``."""
+    """The ring slots of one step.
+
+    ``slot``, ``phase``: the slot of its queries, and the phase of their mbarriers.
+    ``parity``: the slot of its ``ds``.
+    ``masked``: its tile needs a mask.
+    """
 
     slot: gl.tensor
     phase: gl.tensor
@@ -73,7 +85,7 @@ def advance(
     sums, number: gl.constexpr, step, now, job, band, call, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
-    """The sums with one tile of queries more."""
+    """Return the gradients after one more query tile."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
@@ -98,7 +110,7 @@ def advance(
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
         seen = visible(i, j, band)
-        if SCORE is not None:  # which may make anything of rows behind the last query
+        if SCORE is not None:  # it may return anything for rows past the last query
             seen = seen & (i < job.rows)
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, i, j, place.first, call.mask_tensors)
@@ -128,7 +140,7 @@ def consume_upto_128(
     number: gl.constexpr, job, band, call, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of a consumer's keys."""
+    """Compute and write dk and dv of a consumer's keys."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
@@ -137,7 +149,7 @@ def consume_upto_128(
     )
     first_key = job.start + number * KEYS
     all_low, all_high = full_queries(first_key, job, band)
-    ends = (first_key < band.start) | (first_key + KEYS > band.end)  # whatever lists say of these keys
+    ends = (first_key < band.start) | (first_key + KEYS > band.end)  # mask these keys even in full tiles
     wait_for_keys(job, band, shared, sizes)
     step = first_step(job, call, sizes)
     for n in range(job.steps):
@@ -153,7 +165,7 @@ def consume_upto_128(
             MASK, SCORE, DERIVATIVE,
         )  # fmt: skip
         step = next_step(step, job, call, sizes)
-    for parity in gl.static_range(2):  # nobody reads these keys any more
+    for parity in gl.static_range(2):  # the third warpgroup no longer reads these keys
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
     put(
         sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,
@@ -165,7 +177,10 @@ def consume_upto_128(
 
 @gluon.jit
 def multiply_queries(job, call, results, shared, sizes):
-    """Add ``ds.T @ k`` to the sums of dq, half a tile after the other: of its queries or of its channels."""
+    """Add ``ds.T @ k`` to the sums of dq, one half tile after the other.
+
+    A half tile has half of the queries if ``BY_ROWS``, otherwise half of the channels.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], shared.k.dtype)
     SIZE: gl.constexpr = 64 * 64

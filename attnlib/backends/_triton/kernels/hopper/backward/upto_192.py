@@ -1,11 +1,15 @@
-"""Consumers of a backward that own 64 keys each, of 192 channels, whose gradients take 160 registers of a
-thread.
+"""Backward consumers for head dimensions up to 192: each owns 64 keys.
 
-The rest holds one tile in fp32. Probabilities so wait in 16 bits for the gradient of scores, dk is multiplied
-with the ``ds`` of shared memory, and what is added to dq comes in two blocks of channels, each under a
-product with queries: adds fill the queue of a warp, in which all that shared memory gives it waits too. With
-half as many keys a program, all programs together would add twice as much to dq: 2.9 TB/s, with which the L2
-cache is 92 % busy.
+The gradients of the keys take 160 registers per thread, and the remaining registers hold one fp32 tile.
+Therefore:
+
+- Probabilities are kept in 16 bits until the gradient of the scores needs them.
+- dk is multiplied from the ``ds`` in shared memory.
+- dq is added in two blocks of channels, each while a product with queries runs. Adds fill a warp's memory
+  queue, and its reads of shared memory wait in the same queue.
+
+With half as many keys per program, all programs together would add twice as much to dq: 2.9 TB/s, at which
+the L2 cache is 92 % busy.
 """
 
 from typing import NamedTuple
@@ -39,7 +43,7 @@ from .shared import (
 
 
 class KeyGradients192(NamedTuple):
-    """The gradients of a consumer's keys."""
+    """The accumulators of dk and dv for a consumer's keys; dk has two blocks of channels."""
 
     dk: gl.tensor
     dk_tail: gl.tensor
@@ -48,7 +52,7 @@ class KeyGradients192(NamedTuple):
 
 @gluon.jit
 def issue_share(number: gl.constexpr, parity, keys, shared):
-    """Begin half of the channels of ``ds.T @ k``, for a block of channels."""
+    """Start ``ds.T @ k`` for a consumer's half of a block of channels."""
     COLUMNS: gl.constexpr = keys.shape[2] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
@@ -61,8 +65,9 @@ def issue_share(number: gl.constexpr, parity, keys, shared):
 
 @gluon.jit
 def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, results, shared, sizes):
-    """The sums with one tile of queries more. What it adds to dq is multiplied in the next step, so none need
-    wait.
+    """Return the gradients after one more query tile.
+
+    The tile's part of dq is multiplied in the next step, so no consumer waits for the other.
     """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -85,14 +90,15 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
         i = (job.ahead + m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         j = (job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
         p = opaque(gl.where(visible(i, j, band), p, 0.0))
-    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wait above this one
+    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wgmma wait above this mbarrier wait
     p16 = gl.convert_layout(p.to(dout.dtype), P)
     dp = spread(shared.delta.index(slot), zero)
     dp = warpgroup_mma(shared.v.index(anew(number)), dout.permute((1, 0)), dp, is_async=True)
     dv = warpgroup_mma(p16, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (gl.convert_layout(floats_of(p16), SCORES) * dp).to(dout.dtype)
-    barrier_sync(FIRST + number * 2 + before, CONSUMERS)  # the other's last ds is there, the one before read
+    # The other consumer has stored its last ds, and read the one before.
+    barrier_sync(FIRST + number * 2 + before, CONSUMERS)
     own = shared.ds.index((before ^ 1) * 2 + number)
     own.store(ds)
     fence_async_shared()
@@ -113,7 +119,7 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
 
 @gluon.jit
 def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, sizes):
-    """The gradients of a consumer's keys, and what they add to those of queries."""
+    """Compute and write dk and dv of a consumer's keys, and add to the sums of dq."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D_TAIL, 16])
@@ -125,7 +131,7 @@ def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, siz
     sums = KeyGradients192(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
     all_low, all_high = full_queries(job.start + number * KEYS, job, band)
     wait_for_keys(job, band, shared, sizes)
-    # Of the step before the first.
+    # The step before the first has a ds of zeros.
     shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)

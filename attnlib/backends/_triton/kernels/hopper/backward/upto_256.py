@@ -1,8 +1,7 @@
-"""Consumers of a backward that own a gradient each, of the same 64 keys: of values or of keys, for heads
-beyond 192.
+"""Backward consumers for head dimensions above 192: both own the same 64 keys; one computes dv, one dk.
 
-The one makes the probabilities, the other the gradient of scores, and either half of the channels of dq, one
-step late.
+The first also computes the probabilities, the second the gradient of the scores. Each adds half of the
+channels of dq, one step late.
 """
 
 from triton.experimental import gluon
@@ -36,12 +35,12 @@ from .turns import mark_added, wait_to_add
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)
 P_EMPTY: gl.constexpr = gl.constexpr(FIRST + 1)
-DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # and the next, by turns
+DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # FIRST + 2 and FIRST + 3, alternating between steps
 
 
 @gluon.jit
 def issue_share(number: gl.constexpr, parity, shared, sizes):
-    """Begin half of the channels of ``ds.T @ k``."""
+    """Start ``ds.T @ k`` for a consumer's half of the channels."""
     COLUMNS: gl.constexpr = sizes.D // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
@@ -51,7 +50,7 @@ def issue_share(number: gl.constexpr, parity, shared, sizes):
 
 @gluon.jit
 def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
-    """Add what the last step left."""
+    """Add the last step's part of dq, then meet the other consumer."""
     if job.steps > 0:
         dq = warpgroup_mma_wait(0, deps=[issue_share(number, (job.steps & 1) ^ 1, shared, sizes)])
         wait_to_add(job.steps - 1, shared, sizes)
@@ -62,7 +61,7 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
 
 @gluon.jit
 def consume_values(job, band, call, results, shared, sizes):
-    """Probabilities, and the gradient of values."""
+    """Compute the probabilities, dv, and half of the channels of dq."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -99,7 +98,7 @@ def consume_values(job, band, call, results, shared, sizes):
         barrier_sync(P_EMPTY, CONSUMERS)
         shared.p.index(0).store((p * derivative).to(dout.dtype))
         barrier_arrive(P_FULL, CONSUMERS)
-        # There are no registers for dq beside p.
+        # Start dq only now: the registers cannot hold it together with the fp32 probabilities.
         dv = warpgroup_mma(p16, dout, dv, is_async=True)
         barrier_sync(DS_FULL + before, CONSUMERS)
         dq = issue_share(0, before, shared, sizes)
@@ -119,7 +118,7 @@ def consume_values(job, band, call, results, shared, sizes):
 
 @gluon.jit
 def consume_keys(job, band, call, results, shared, sizes):
-    """The gradient of scores, and that of keys."""
+    """Compute the gradient of the scores, dk, and half of the channels of dq."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_M, 16])
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     DS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_K, k_width=2)
@@ -129,7 +128,7 @@ def consume_keys(job, band, call, results, shared, sizes):
     )
     v = shared.v.index(0)
     wait_for_keys(job, band, shared, sizes)
-    shared.ds.index(1).store(zero.to(v.dtype))  # of the step before the first
+    shared.ds.index(1).store(zero.to(v.dtype))  # the step before the first has a ds of zeros
     fence_async_shared()
     barrier_arrive(DS_FULL + 1, CONSUMERS)
     barrier_arrive(P_EMPTY, CONSUMERS)

@@ -1,10 +1,9 @@
-"""The consumers of a Hopper forward: a warpgroup each for 64 queries, whose softmax runs under their
-products.
+"""The consumers of the Hopper forward: warpgroups of 64 queries each, which overlap softmax with products.
 
-Keys are walked from the last block down: the softmax of a block runs under the product of the probabilities
-before it with their values. It takes the maxima of the blocks before, and looks for none, which were a fifth
-of its instructions (d64 full 482 TFLOP/s with, 582 without). Where sums then are too large, the block is done
-again with maxima.
+Without a sparse list, key blocks are visited from the last to the first. The softmax of a block overlaps the
+product of the previous block's probabilities and values. It reuses the running maximum, because the search
+for a new one took a fifth of its instructions (d = 64, full attention: 482 TFLOP/s with the search, 582
+without). If the sums become too large, the block is recomputed with new maxima.
 """
 
 from typing import NamedTuple
@@ -35,13 +34,13 @@ from ..primitives import (
 from .results import put_lse, put_out
 from .shared import ROWS, Visit, blocks_of, read, visited, visits_of, wait_for_work
 
-# What probabilities of a block, relative to the maxima before it, may add up to in a thread; fp16 holds each
-# of them.
+# Upper bound on a thread's sum of probabilities in one block, relative to the maximum of earlier blocks.
+# Above it, the block is recomputed. fp16 can represent any probability up to this bound.
 LIMIT: gl.constexpr = gl.constexpr(4096.0)
 
 
 class RingSlots(NamedTuple):
-    """Which slots of the rings of keys and of values come next, and their phases."""
+    """The next slots in the rings of keys and values, and the phases of their mbarriers."""
 
     k: gl.tensor
     k_phase: gl.tensor
@@ -50,17 +49,17 @@ class RingSlots(NamedTuple):
 
 
 class PendingSums(NamedTuple):
-    """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
+    """The running sums of a consumer, and the last block's probabilities, which await their product."""
 
     acc: gl.tensor
     p: gl.tensor
     m_i: gl.tensor
-    l_i: gl.tensor  # [ROWS, 8], by place: lanes are added once a tile
+    l_i: gl.tensor  # [ROWS, 8] per thread; added across lanes once per tile
 
 
 @gluon.jit
 def advance(slot, phase, SLOTS: gl.constexpr):
-    """The next slot of a ring, and its phase."""
+    """Return the next slot of a ring, and its phase."""
     slot += 1
     if slot == SLOTS:
         slot = 0
@@ -70,8 +69,8 @@ def advance(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def issue_scores(q, q_slot, slot, shared, zero, sizes):
-    """Begin ``q @ k.T`` for the keys of a slot."""
-    if sizes.D + sizes.D_TAIL > 128:  # more descriptors of queries than there are registers to keep them in
+    """Start ``q @ k.T`` for the keys in a ring slot."""
+    if sizes.D + sizes.D_TAIL > 128:  # too many query descriptors to keep in registers
         q_slot = anew(q_slot)
         if not sizes.Q_IN_REGISTERS:
             q = shared.q.index(q_slot)
@@ -85,12 +84,15 @@ def issue_scores(q, q_slot, slot, shared, zero, sizes):
 
 @gluon.jit
 def sum_by_place(p, BLOCK_N: gl.constexpr):
-    """Row sums over the registers of a thread alone, ``[ROWS, 8]``."""
+    """Return row sums over each thread's own registers, ``[ROWS, 8]``, without adding across threads."""
     return gl.sum(p.reshape([ROWS, BLOCK_N // 8, 8]), 1)
 
 
 class FunctionArguments(NamedTuple):
-    """What functions of indices are given beside a query and a key, and what they read."""
+    """The arguments of mask and score functions, apart from the indices of query and key.
+
+    ``mask_tensors`` and ``score_tensors`` are the tensors that the functions read.
+    """
 
     b: gl.tensor
     h: gl.tensor
@@ -103,9 +105,9 @@ class FunctionArguments(NamedTuple):
 def scores(
     s, modifiers, i, n, band, sizes, masked, given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None
 ):
-    """Scores of products with the keys from ``n`` on; -inf where they are hidden, if ``masked``."""
+    """Convert products with the keys from ``n`` on to scores; hidden keys get -inf if ``masked``."""
     at = i[:, None]
-    i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
+    i = (i - n)[:, None]  # relative to the block's first key: takes fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
     band = KeyBand(
         band.start - n, band.end - n, band.left, band.right, band.prefix, band.offset, band.key + n
@@ -124,10 +126,10 @@ def scores(
 
 @gluon.jit
 def softmax(s, m_i, moves, unit, RAISED: gl.constexpr = 0.0):
-    """Probabilities, the maximum that they are relative to, what sums so far are scaled by.
+    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
 
-    The maximum is that of the rows that ``moves`` names; others keep theirs. Sums are exact all the same. The
-    largest probability is 2 to the power of ``RAISED``.
+    Only rows in ``moves`` get a new maximum; the other rows keep theirs, and their sums are still exact. With
+    a new maximum, probabilities are at most 2 ** ``RAISED``.
     """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit - RAISED), m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
@@ -137,9 +139,10 @@ def softmax(s, m_i, moves, unit, RAISED: gl.constexpr = 0.0):
 
 @gluon.jit
 def hand_back(slots, count, shared, sizes):
-    """The turn after ``count`` blocks that this consumer does not need, each handed back once it has come.
+    """Release ``count`` blocks that this consumer does not need, and return the ring slots that follow.
 
-    Before, this consumer could arrive twice where another has not arrived once.
+    Each block is released only after it has been loaded. Otherwise this consumer could arrive twice at a
+    named barrier where another one has not arrived once.
     """
     k, k_phase, v, v_phase = slots.k, slots.k_phase, slots.v, slots.v_phase
     for _ in range(count):
@@ -157,12 +160,13 @@ def step(
     state, slots, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """The state with one block more: its softmax runs under the product of the block before with its
-    values.
+    """Return the state and the ring slots after one more key block.
+
+    Its softmax overlaps the product of the previous block's probabilities and values.
     """
     q, q_slot, i, zero = queries
     n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
-    p_before = opaque_halves(state.p)  # else one of three consumers turns all halves around
+    p_before = opaque_halves(state.p)  # otherwise one of three consumers swaps all 16-bit halves
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
     if sizes.HOLES:
@@ -174,7 +178,7 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
-    # ptxas moves no wait for a product above this one.
+    # ptxas moves no wgmma wait above this mbarrier wait.
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
@@ -183,12 +187,12 @@ def step(
         s = scores(s, modifiers, i, anew(n), band, sizes, True, given, MASK, SCORE)
         p, m_i, factor = softmax(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums = sum_by_place(p, sizes.BLOCK_N)
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # the keys' slot is free
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # release the key slot
     l_i = state.l_i * gl.convert_layout(factor, gl.SliceLayout(1, state.l_i.type.layout))[:, None] + sums
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p_before])
-    barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # and the values'
+    barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # release the value slot
     acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
-    # The registers of the last p were in use till now.
+    # Convert p only here, after the product has freed the registers of the previous p.
     p = gl.convert_layout(p.to(shared.v.dtype), state.p.type.layout)
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, v, v_phase)
@@ -199,7 +203,7 @@ def first_scores(
     slots, block, queries, modifiers, band, shared, sizes,
     given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None,
 ):  # fmt: skip
-    """Scores of the first block, and the maximum before it."""
+    """Return the scores of the first key block, and the running maximum before it, which is -inf."""
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
@@ -214,7 +218,10 @@ def first_step(
     slots, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """The state after the first block, whose probabilities wait for their product."""
+    """Return the state and the ring slots after the first key block.
+
+    Its probabilities still await their product with the values.
+    """
     s, m_i = first_scores(slots, visit.block, queries, modifiers, band, shared, sizes, given, MASK, SCORE)
     p, m_i, _ = softmax(s, m_i, True, unit_behind(modifiers, SCORE))
     l_i = sum_by_place(p, sizes.BLOCK_N)
@@ -230,7 +237,7 @@ def consume(
     number: gl.constexpr, call, mask_tensors, score_tensors, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the queries of one consumer, tile after tile."""
+    """Compute attention for one consumer's queries, tile after tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
@@ -263,7 +270,7 @@ def consume(
         q_slot = count % sizes.Q_SLOTS * sizes.CONSUMERS + number
         mbarrier.wait(shared.q_full.index(q_slot), (count // sizes.Q_SLOTS) & 1)
         q = shared.q.index(q_slot)
-        if sizes.Q_IN_REGISTERS:  # a third less to read of shared memory
+        if sizes.Q_IN_REGISTERS:  # reads a third less from shared memory
             q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if not sizes.OUT_IN_Q:
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
@@ -286,7 +293,7 @@ def consume(
             if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
-            else:  # b is no variable of the loop
+            else:  # b is not carried by the loop
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
             state, slots = step(
@@ -308,19 +315,19 @@ def consume(
         )
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         if not sizes.OUT_IN_Q:
-            tma.store_wait(0)  # the last tile has left the buffer
+            tma.store_wait(0)  # the previous output tile has left the buffer
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
         v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
         slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
         if not sizes.SPARSE:
             slots = hand_back(slots, bottom - all_bottom, shared, sizes)
-        # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
-        # selected.
+        # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler
+        # would select between 16-bit halves instead of fp32 numbers.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)
-        if sizes.OUT_IN_Q:  # the next queries may come when out has left
+        if sizes.OUT_IN_Q:  # the output must leave the slot before new queries arrive
             tma.store_wait(0)
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         count += 1

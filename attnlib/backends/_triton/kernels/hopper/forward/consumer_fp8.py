@@ -1,8 +1,13 @@
-"""The steps of a Hopper forward's consumers of 8 bits.
+"""The consumers of the Hopper forward for fp8 inputs.
 
-Products with values are added up in fp32: the tensor cores add those of 8 bits in about 13 bits, and lose 14
-% of a channel's mean over 8k keys, half over 64k. Added every block it is 0.2 % over any, every second block
-0.3 %.
+Tensor cores accumulate 8-bit products with about 13 bits, so products with values are accumulated in fp32:
+every second block if the value channels are one piece, every block if they are several. The loss in a
+channel's mean:
+
+    accumulated in fp32   over 8k keys   over 64k keys
+    never                         14 %            half
+    every second block           0.3 %           0.3 %
+    every block                  0.2 %           0.2 %
 """
 
 from typing import NamedTuple
@@ -29,14 +34,15 @@ from .consumer import RingSlots, advance, first_scores, hand_back, issue_scores,
 from .results import put_lse, put_out
 from .shared import ROWS, blocks_of, read, wait_for_work
 
-# Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3.
-# Sixteen that are all the largest add up to 256.
+# Probabilities are multiplied by 2 ** RAISED. LIMIT, the largest e4m3 number, bounds a thread's sum of
+# sixteen probabilities; above it, the block is recomputed. Sixteen probabilities at the running maximum add
+# up to 256.
 RAISED: gl.constexpr = gl.constexpr(4.0)
 LIMIT: gl.constexpr = gl.constexpr(448.0)
 
 
 class HeadDescales(NamedTuple):
-    """What numbers stand for, times which, of each head of a sequence."""
+    """Descale factors for each head of each sequence: an fp8 number times its descale is the real value."""
 
     q_ptr: gl.tensor
     k_ptr: gl.tensor
@@ -44,18 +50,18 @@ class HeadDescales(NamedTuple):
 
 
 class PendingSumsFp8(NamedTuple):
-    """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
+    """The running sums of a consumer, and the last block's probabilities, which await their product."""
 
-    acc: gl.tuple  # the channels' sums in pieces
-    product: gl.tuple  # of one piece: what is to be added to them
-    p: gl.tensor  # four in a word
+    acc: gl.tuple  # output sums, one tensor per piece of channels
+    product: gl.tuple  # products not yet added to acc, if there is one piece
+    p: gl.tensor  # e4m3, four to an int32 word
     m_i: gl.tensor
-    l_i: gl.tensor  # [ROWS, 8], by place
+    l_i: gl.tensor  # [ROWS, 8] per thread, not yet added across lanes
 
 
 @gluon.jit
 def issue_product(p, piece: gl.constexpr, product, use_acc, slot, shared, sizes):
-    """Begin ``p @ v`` for a piece of the channels of values; it is added to ``product`` if ``use_acc``."""
+    """Start ``p @ v`` for one piece of the value channels, and add it to ``product`` if ``use_acc``."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     v = shared.v.index(slot)
@@ -66,10 +72,10 @@ def issue_product(p, piece: gl.constexpr, product, use_acc, slot, shared, sizes)
 
 @gluon.jit
 def packed(p, BLOCK_N: gl.constexpr):
-    """Probabilities in e4m3, four in a word.
+    """Convert probabilities to e4m3, packed four to an int32 word.
 
-    A thread has two neighbours of each eight keys, where the product wants four: in the order in which values
-    are transposed, they are neighbours.
+    Of every eight keys, a thread holds two neighbours, but an 8-bit wgmma operand takes four. The order of
+    keys in the transposed values makes a thread's four keys neighbours.
     """
     p = p.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     return e4m3_in_fours(p.reshape([ROWS, BLOCK_N // 4, 2, 2]))
@@ -77,7 +83,10 @@ def packed(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def add(acc, product):
-    """``acc + product``, and at once: LLVM would first wait for all products."""
+    """Return ``acc + product``, added by inline assembly.
+
+    Before a plain addition, LLVM would wait for all products in flight.
+    """
     return gl.inline_asm_elementwise(
         "add.f32 $0, $1, $2;", "=f,f,f", [acc, product], dtype=gl.float32, is_pure=False, pack=1
     )
@@ -85,7 +94,7 @@ def add(acc, product):
 
 @gluon.jit
 def scaled(pieces, factor):
-    """Pieces of sums, times ``factor[:, None]``."""
+    """Return each piece of the sums times ``factor[:, None]``."""
     made = ()
     for n in gl.static_range(len(pieces)):
         made += (pieces[n] * gl.convert_layout(factor, gl.SliceLayout(1, pieces[n].type.layout))[:, None],)
@@ -94,7 +103,10 @@ def scaled(pieces, factor):
 
 @gluon.jit
 def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
-    """The state after the first block, whose probabilities wait for their product."""
+    """Return the state and the ring slots after the first key block.
+
+    Its probabilities still await their product with the values.
+    """
     s, m_i = first_scores(slots, block, queries, modifiers, band, shared, sizes)
     p, m_i, _ = softmax(s, m_i, True, unit_of(modifiers), RAISED)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
@@ -108,7 +120,7 @@ def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.conste
 
 @gluon.jit
 def add_products(state, slot, shared, sizes):
-    """The channels' sums with the last block in them, whose values' slot is then free."""
+    """Return the output sums with the last block's products added, and release the slot of its values."""
     zeros = gl.zeros_like(state.acc[0])
     if sizes.PIECES == 1:
         product = issue_product(state.p, 0, state.product[0], True, slot, shared, sizes)
@@ -130,8 +142,9 @@ def add_products(state, slot, shared, sizes):
 def step_fp8(
     state, slots, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr
 ):
-    """The state with one block more; its softmax runs under the product of the block before, if that is one
-    piece.
+    """Return the state and the ring slots after one more key block.
+
+    If the value channels are one piece, the block's softmax overlaps the product of the previous block.
     """
     q, q_slot, i, zero = queries
     acc, product, m_i, l_i = state.acc, state.product, state.m_i, state.l_i
@@ -144,7 +157,7 @@ def step_fp8(
             acc = (add(acc[0], product[0]),)
         product = (issue_product(state.p, 0, product[0], ~adds, slots.v, shared, sizes),)
         s = warpgroup_mma_wait(1, deps=[s])
-    else:  # scores have no room beside products
+    else:  # not enough registers for scores and products at once
         mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
         acc = add_products(state, slots.v, shared, sizes)
         s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
@@ -154,7 +167,7 @@ def step_fp8(
     raise_flag_above(sums, LIMIT, number)
     if sizes.PIECES == 1:
         done, _ = warpgroup_mma_wait(0, deps=[product[0], state.p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # the values' slot is free
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # release the value slot
         product, words = (done,), opaque_words(words)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
@@ -167,16 +180,17 @@ def step_fp8(
         sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
         l_i *= gl.convert_layout(factor, gl.SliceLayout(1, l_i.type.layout))[:, None]
         acc, product = scaled(acc, factor), scaled(product, factor)
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # and the keys'
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # release the key slot
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSumsFp8(acc, product, words, m_i, l_i + sums), RingSlots(k, k_phase, v, v_phase)
 
 
 @gluon.jit
 def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
-    """Write a piece of out to shared memory."""
+    """Normalize one piece of the output channels, and write it to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be selected.
+    # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler would
+    # select between 16-bit halves instead of fp32 numbers.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)
@@ -185,7 +199,7 @@ def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
 
 @gluon.jit
 def consume_fp8(number: gl.constexpr, call, descales, results, shared, sizes):
-    """Attention of the queries of one consumer, tile after tile."""
+    """Compute attention for one consumer's queries, tile after tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
     FIRST_ROW: gl.constexpr = number * ROWS
@@ -248,7 +262,7 @@ def consume_fp8(number: gl.constexpr, call, descales, results, shared, sizes):
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
         share = gl.convert_layout(share, gl.SliceLayout(1, SUMS))
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
-        tma.store_wait(0)  # the last tile has left the buffer
+        tma.store_wait(0)  # the previous output tile has left the buffer
         for n in gl.static_range(sizes.PIECES):
             put_piece(acc[n], share, sees, n, out, sizes)
         put_out(out, work, first, results, sizes)

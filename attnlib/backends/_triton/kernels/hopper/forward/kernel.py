@@ -1,7 +1,9 @@
-"""FlashAttention-3's forward (Shah et al., 2024, arXiv 2407.08608) for Hopper, in Gluon: one program an SM.
+"""The Hopper forward in Gluon, after FlashAttention-3: a persistent kernel with one program per SM.
 
-A producer warp loads by descriptors, and consumers of 64 queries each multiply. With fp8 inputs,
-``transpose_values.py`` runs before, and the consumers are those of ``consumer_fp8.py``.
+A producer warp loads through TMA descriptors, and consumer warpgroups compute 64 queries each. For fp8
+inputs, ``transpose_values.py`` runs first, and the consumers come from ``consumer_fp8.py``.
+
+Paper: Shah et al., 2024, arXiv 2407.08608.
 """
 
 from triton.experimental import gluon
@@ -45,7 +47,7 @@ def allocate(dtype: gl.constexpr, out_dtype: gl.constexpr, sizes):
 
 @gluon.jit(do_not_specialize=[*COUNTS, "tiles"])
 def forward(
-    out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,  # each but the first two may be None
+    out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,  # all but the first two may be None
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr, lists_ptr,
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc, mask_tensors, score_tensors,
@@ -55,11 +57,12 @@ def forward(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr,
     V_SLOTS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr,  # functions of indices, or None
+    MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``.
+    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
-    fp8 inputs have descales, and two consumers.
+    For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``. fp8 inputs come with descales, and use
+    two consumers.
     """
     FP8: gl.constexpr = q_descale_ptr is not None
     HOLES: gl.constexpr = (

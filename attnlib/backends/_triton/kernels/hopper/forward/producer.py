@@ -1,6 +1,4 @@
-"""The producer of a Hopper forward: one warp that hands out tiles and loads what they need, as slots become
-free.
-"""
+"""The producer warp of the Hopper forward: it schedules tiles, and loads data as ring slots become free."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,10 +13,10 @@ from .transpose_values import block_of
 
 @gluon.jit
 def next_tile(tile, counter_ptr, tiles):
-    """The next tile of this program: tiles that differ in length are handed out by a counter.
+    """Return the next tile of this program; a counter schedules tiles of different lengths dynamically.
 
-    Each program draws until it is refused, ``tiles`` numbers in all; who draws the last one sets the counter
-    back to 0.
+    Each program draws numbers until it gets one past the last tile, so programs draw ``tiles`` numbers in
+    all. The program that draws the last number resets the counter to 0.
     """
     step = gl.num_programs(0)
     if counter_ptr is None:
@@ -32,8 +30,9 @@ def next_tile(tile, counter_ptr, tiles):
 
 @gluon.jit
 def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL: gl.constexpr):
-    """Load a tile, and its second block if it has one, into a slot of a ring, from row ``at[1]`` of head
-    ``at[2]``.
+    """Load a tile from row ``at[1]`` of head ``at[2]`` into a ring slot.
+
+    If the channels are in two blocks, load the second block too.
     """
     plane, row, head = at
     ready = full.index(slot)
@@ -45,7 +44,7 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
 
 @gluon.jit
 def load_transposed(desc, tiles, slot, full, at):
-    """Load a tile of values by channels: all channels of the keys from ``at[1]`` on."""
+    """Load a tile of transposed values: all channels of the keys from ``at[1]`` on."""
     plane, key, head = at
     ready = full.index(slot)
     mbarrier.expect(ready, tiles.shape[1] * tiles.shape[2])
@@ -64,7 +63,10 @@ def load_queries(q_desc, q_tail_desc, number, work, shared, sizes):
 
 @gluon.jit
 def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Take the last messages of a ring: a barrier that is left half full would hang the next program."""
+    """Wait until consumers have released the last tiles of a ring.
+
+    A named barrier that is left half full would hang the next program.
+    """
     slot = gl.where(loaded < SLOTS, 0, loaded % SLOTS)
     for _ in range(gl.minimum(loaded, SLOTS)):
         barrier_sync(NUMBER + slot, THREADS)
@@ -73,7 +75,7 @@ def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constex
 
 @gluon.jit
 def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes):
-    """Load what all tiles of this program need, into slots as they become free."""
+    """Load the data for all tiles of this program, into ring slots as they become free."""
     THREADS: gl.constexpr = sizes.THREADS
     V_NUMBER: gl.constexpr = FIRST + sizes.K_SLOTS
     tile, number, loaded = gl.program_id(0), 0, 0
@@ -97,7 +99,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
             load(
                 k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL
             )
-            if step == 0:  # the first keys are on their way before there is room for queries
+            if step == 0:  # load the first keys before waiting for a free query slot
                 post(work, tile, number, call, shared, sizes)
                 load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             if loaded >= sizes.V_SLOTS:
@@ -114,6 +116,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         number += 1
         tile = next_tile(tile, counter_ptr, call.tiles)
     zero = (tile * 0).to(gl.int64)
-    post(Work(zero, zero, zero, tile, zero, tile, zero, tile), tile, number, call, shared, sizes)  # no more
+    # A tile number past the last tile tells the consumers to stop.
+    post(Work(zero, zero, zero, tile, zero, tile, zero, tile), tile, number, call, shared, sizes)
     drain(loaded, sizes.K_SLOTS, FIRST, THREADS)
     drain(loaded, sizes.V_SLOTS, V_NUMBER, THREADS)

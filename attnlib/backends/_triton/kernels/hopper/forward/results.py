@@ -12,7 +12,7 @@ from .shared import ROWS
 
 
 class ForwardOutputs(NamedTuple):
-    """Where out and the LSE go."""
+    """The outputs of the forward: a TMA descriptor, pointers, strides, and the value dimension ``e``."""
 
     out_desc: gl.tensor
     out_ptr: gl.tensor
@@ -27,8 +27,9 @@ class ForwardOutputs(NamedTuple):
 
 @gluon.jit
 def with_sink(m_i, l_i, work, call):
-    """The maximum and the sum with a sink, which is a key whose value is 0; and what out is scaled by for
-    it.
+    """Return the maximum and the sum with the attention sink included, and the factor for the output sums.
+
+    A sink acts as a key whose value is 0.
     """
     if call.sinks_ptr is None:
         return m_i, l_i, 1.0
@@ -43,7 +44,7 @@ def with_sink(m_i, l_i, work, call):
 
 @gluon.jit
 def put_lse(m_i, l_i, work, first, call, results):
-    """Write the LSE of the rows from ``first`` on; what their sums are to be multiplied by."""
+    """Write the LSE of the rows from ``first`` on; return the factor that normalizes their output sums."""
     m_i, l_i, gain = with_sink(m_i, l_i, work, call)
     nothing = l_i == 0.0
     l_i = gl.where(nothing, 1.0, l_i)
@@ -56,8 +57,9 @@ def put_lse(m_i, l_i, work, first, call, results):
 
 @gluon.jit
 def put_out(out, work, first, results, sizes):
-    """Write a tile that is in shared memory to the rows of out from ``first`` on; behind the last row is
-    another's.
+    """Write a tile from shared memory to the output rows from ``first`` on.
+
+    Rows past the end of the sequence are not written: in a packed tensor they belong to the next sequence.
     """
     fence_async_shared()
     left = work.rows - first

@@ -1,6 +1,4 @@
-"""What the producer and the consumers of a program share: rings of tiles, barriers, and the work that is
-posted.
-"""
+"""Structures that the warps of the Hopper forward share: rings of tiles, barriers, posted work."""
 
 from typing import NamedTuple
 
@@ -12,18 +10,19 @@ from ...band import key_range
 from ...mask_tiles import sparse_tiles_of
 from ...tile import Work, locate
 
-ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
-POSTS: gl.constexpr = gl.constexpr(2)  # works that are posted: the last one, and the next
-WORDS: gl.constexpr = gl.constexpr(8)  # of a post
+ROWS: gl.constexpr = gl.constexpr(64)  # queries per consumer
+POSTS: gl.constexpr = gl.constexpr(2)  # tiles posted at a time: the current one and the next
+WORDS: gl.constexpr = gl.constexpr(8)  # int32 words of a post
 
 
 class ForwardSizes(NamedTuple):
-    """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each
-    ring.
+    """Compile-time constants of the forward: channel blocks, block size of keys, consumers, and ring slots.
 
-    ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first
-    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TRANSPOSED``: values lie by
-    channels. ``SPARSE``: a function hides keys, and lists say which blocks are left.
+    ``HOLES``: rows outside a sequence's keys may hold padding or another sequence.
+    ``HIDES_FIRST``: the mask may hide the first keys of a sequence.
+    ``PIECES``: the number of pieces in which the value channels are multiplied.
+    ``TRANSPOSED``: values are stored channel-major.
+    ``SPARSE``: a mask function hides keys, and lists name the blocks that remain.
     """
 
     D: gl.constexpr
@@ -46,9 +45,7 @@ class ForwardSizes(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """The call, by the parameters of the kernel; ``tiles`` are its blocks of queries, of all heads and
-    sequences.
-    """
+    """The parameters of the forward kernel; ``tiles`` counts the query blocks of all heads and sequences."""
 
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -77,9 +74,7 @@ class ForwardCall(NamedTuple):
 
 
 class ForwardShared(NamedTuple):
-    """Shared memory: rings of tiles, the work that the producer posts, and the barriers that say when each is
-    there.
-    """
+    """The shared memory of the forward: rings of tiles, posted work, and the mbarriers that guard them."""
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -96,8 +91,10 @@ class ForwardShared(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Numbers of blocks of keys: those seen, ``[bottom, top)``, and among them those that all rows see
-    whole.
+    """Two ranges of key blocks, for some query rows.
+
+    ``[bottom, top)``: blocks that some row sees.
+    ``[full_bottom, full_top)``: blocks that all rows see in full.
     """
 
     bottom: gl.tensor
@@ -108,7 +105,7 @@ class KeyBlocks(NamedTuple):
 
 @gluon.jit
 def work_of(tile, call, sizes):
-    """The head of a sequence and the block of its queries that a tile is."""
+    """Return the work of a tile: a sequence, a head, and a block of queries."""
     REVERSED: gl.constexpr = call.right is not None
     heads, ahead = call.heads, call.heads_per_wave
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
@@ -119,8 +116,9 @@ def work_of(tile, call, sizes):
 
 @gluon.jit
 def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
-    """The blocks that ``COUNT`` rows of the work from ``FIRST_ROW`` on see; one at least, and be it
-    hidden.
+    """Return the key blocks that ``COUNT`` rows of the work see, from ``FIRST_ROW`` on.
+
+    The range has at least one block, even if all of its keys are hidden.
     """
     i = work.others - work.rows + work.start + FIRST_ROW
     low, high, all_low, all_high = key_range(i, gl.minimum(i + COUNT, work.others), band)
@@ -130,8 +128,11 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that consumers visit, one at least: from ``top`` down, or those of a list, cut ones
-    first.
+    """The key blocks that consumers visit, at least one.
+
+    Without a sparse list, these are the ``count`` blocks below ``top``, in descending order. With a list,
+    these are its entries: the ``cut`` partial blocks first, then the full blocks. ``room`` is the capacity of
+    the list.
     """
 
     count: gl.tensor
@@ -142,7 +143,12 @@ class Visits(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A block that is visited, and the one before; whether it is masked, and whether more follow."""
+    """One visit to a key block.
+
+    ``before``: the block visited before this one.
+    ``masked``: the block needs a mask.
+    ``more``: another block follows.
+    """
 
     block: gl.tensor
     before: gl.tensor
@@ -152,7 +158,7 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def visits_of(work, band, call, sizes):
-    """The blocks of keys that the work visits."""
+    """Return the key blocks to visit for a tile of queries."""
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
     if sizes.SPARSE:
         tiles = sparse_tiles_of(
@@ -166,7 +172,7 @@ def visits_of(work, band, call, sizes):
 
 @gluon.jit
 def visited(visits, n, sizes):
-    """The number of the ``n``-th block that is visited."""
+    """Return the index of the ``n``-th key block to visit."""
     if sizes.SPARSE:
         return gl.load(visits.first_ptr + gl.where(n < visits.cut, n, visits.room - 1 - (n - visits.cut)))
     else:
@@ -175,10 +181,10 @@ def visited(visits, n, sizes):
 
 @gluon.jit
 def post(work, tile, number, call, shared, sizes):
-    """Tell the consumers the work of the ``number``-th tile, once they have left the queries of the one
-    before.
+    """Post the work of the ``number``-th tile to the consumers, once they have released its query slot.
 
-    The divisions that find it take 600 cycles, which the producer has.
+    The producer finds the work for all consumers, because it can spare the 600 cycles that the divisions
+    take.
     """
     slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
     for c in gl.static_range(sizes.CONSUMERS):
@@ -198,7 +204,7 @@ def post(work, tile, number, call, shared, sizes):
 
 @gluon.jit
 def posted(number, word, shared):
-    """One word of the work that was posted."""
+    """Return one word of the posted work of the ``number``-th tile."""
     return gl.max(
         shared.work.index(number % POSTS * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0
     )
@@ -206,14 +212,14 @@ def posted(number, word, shared):
 
 @gluon.jit
 def wait_for_work(number, shared):
-    """The ``number``-th tile of this program, once it is posted."""
+    """Wait until the ``number``-th tile of this program is posted, and return its index."""
     mbarrier.wait(shared.work_full.index(number % POSTS), number // POSTS & 1)
     return posted(number, 0, shared)
 
 
 @gluon.jit
 def read(number, shared, sizes):
-    """The work of the ``number``-th tile of this program."""
+    """Return the posted work of the ``number``-th tile of this program."""
     sequence, head, start = posted(number, 1, shared), posted(number, 2, shared), posted(number, 3, shared)
     row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
     other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)

@@ -1,8 +1,10 @@
-"""Values of 8 bits by channels, as Hopper's products of 8 bits read them: a kernel before the forward.
+"""The value transpose for fp8: a kernel before the forward, because 8-bit wgmma reads values by channel.
 
-Else every program of the forward turns the blocks that it reads, which takes shared memory that products
-need, and a warpgroup's registers: d256 causal 8k 812 TFLOP/s so, 1,039 where values are turned before, by the
-kernel alone.
+Without it, every program of the forward would transpose each block that it reads. That takes shared memory
+which the products need, and the registers of a warpgroup. Kernel time only, d = 256, causal, 8k:
+
+    transposed inside the forward      812 TFLOP/s
+    transposed before the forward    1,039 TFLOP/s
 """
 
 import triton
@@ -11,20 +13,24 @@ import triton.language as tl
 from ...band import bounds
 from ...tile import COUNTS, locate
 
-AT_ONCE: tl.constexpr = tl.constexpr(128)  # channels
+AT_ONCE: tl.constexpr = tl.constexpr(128)  # channels per iteration
 
 
 @triton.jit
 def block_of(row, sequence, BLOCK_N: tl.constexpr):
-    """The first block of keys of a packed sequence that begins at ``row``: none shares a block with
-    another.
+    """Return the index of the first key block of a packed sequence that begins at ``row``.
+
+    No two sequences share a block.
     """
     return row // BLOCK_N + sequence
 
 
 @triton.jit
 def load_words(rows, key, start, end, word, stride, WORDS: tl.constexpr):
-    """Channels of these keys, four in a word; zeros for keys that nobody sees, which may hold anything."""
+    """Load channels of the given keys, four to an int32 word.
+
+    Keys outside ``[start, end)`` are never visible and may hold arbitrary data, so they load as zeros.
+    """
     seen = (key >= start) & (key < end)
     return tl.load(
         rows + key.to(tl.int64)[:, None] * stride + word, mask=seen[:, None] & (word < WORDS), other=0
@@ -36,10 +42,12 @@ def transpose_values(
     v_ptr, transposed_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_k_ptr, stride_vb, stride_vt, stride_vg,
     batch, kv_heads, t, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes values ``[b, t, g, e]``, or packed ``[t, g, e]``, as ``[b, e, g, padded]``; a program has a
-    block of keys.
+    """Transpose values ``[b, t, g, e]``, or packed ``[t, g, e]``, to ``[b, e, g, padded]``.
 
-    Of 16 keys, 2c and 2c + 1 are followed by 2c + 8 and 2c + 9: a thread has the probabilities of these four.
+    One program transposes one block of keys. One thread of the forward holds the probabilities of four keys
+    out of 16, so these are stored together:
+
+        2c, 2c + 1, 2c + 8, 2c + 9
     """
     WIDTH: tl.constexpr = min(AT_ONCE, E_MAIN) // 4
     cu_ptr, pid = cu_seqlens_k_ptr, tl.program_id(0)
@@ -53,7 +61,7 @@ def transpose_values(
     to = work.start
     if cu_ptr is not None:
         to += (block_of(work.row, work.sequence, BLOCK_N) * BLOCK_N).to(tl.int32)
-    # What follows the last key of all has no block.
+    # A program past the last key has no block to write.
     inside = (fours < tl.where((to < padded) & (work.start < work.rows), BLOCK_N // 4, 0))[:, None]
     transposed = transposed_ptr.to(tl.pointer_type(tl.int32)) + to // 4 + fours[:, None]
     for first_word in tl.static_range(0, E_MAIN // 4, WIDTH):
