@@ -66,20 +66,20 @@ FEW_ROWS = (
     (256, LaunchConfig(16, 32, 4, 4)),
     (576, LaunchConfig(16, 16, 3, 4, resident=1)),
 )
-# More than TILE query rows.
+# Tiles for more than TILE query rows.
 MANY_ROWS = (
     (128, LaunchConfig(128, 64, 3, 8, resident=1)),
     (256, LaunchConfig(64, 32, 3, 8, resident=1)),
     (576, LaunchConfig(64, 16, 2, 8, resident=1)),
 )
-# Few query rows over an int8 or fp8 cache.
+# Tiles for few query rows over an int8 or fp8 cache.
 EIGHT_BIT = (
     (128, LaunchConfig(16, 128, 3, 4)),
     (256, LaunchConfig(16, 64, 3, 4)),
     (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122 us; 16 x 32 takes 138 us
 )
-# Many query rows with a score function, which needs registers: a tile of 128 rows would spill 328 bytes (not
-# timed).
+# Tiles for many query rows with a score function, which needs registers: a tile of 128 rows would spill 328
+# bytes (not timed).
 MANY_ROWS_CHANGED = ((128, LaunchConfig(64, 64, 3, 8)), *MANY_ROWS[1:])
 # Batch-invariant calls: the same tile for any number of query rows.
 BATCH_INVARIANT = (
@@ -87,7 +87,7 @@ BATCH_INVARIANT = (
     (256, LaunchConfig(64, 32, 3, 8)),
     (576, LaunchConfig(16, 32, 2, 4, resident=1)),
 )
-# fp32 computation, for any number of query rows.
+# Tiles for fp32 computation, for any number of query rows.
 FP32 = (
     (128, LaunchConfig(16, 32, 2, 4)),
     (256, LaunchConfig(16, 16, 2, 4)),
@@ -234,8 +234,8 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 def rows(tokens: int, batch: int, group: int) -> int:
     """Return the query rows per packed sequence to choose tiles for; all sequences have ``tokens`` queries.
 
-    It is the mean, but up to a tile at least the most rows that one sequence may have: each further block of
-    rows would read all its keys again.
+    The result is the mean, but at least the most rows that one sequence may have, up to a tile: each further
+    block of rows would read all keys again.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)

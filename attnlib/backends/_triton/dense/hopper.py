@@ -94,8 +94,8 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     from ..kernels.hopper.forward.transpose_values import transpose_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
-    # If all blocks of queries see equally many keys, heads run one after another: no program waits for a
-    # longer one.
+    # If all blocks of queries see the same number of keys, heads may run one after another: no program has to
+    # wait for a longer one.
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
@@ -160,8 +160,8 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
     """True if the Hopper backward supports the mask and score functions of a call.
 
     A fixed order of additions relies on bands, so it excludes functions. Gradients of tensors that a score
-    function reads need atomics, which crash ptxas next to wgmma. There is no room to
-    keep the scores that some derivatives need.
+    function reads need atomics, which crash ptxas next to wgmma. There is no room to keep the scores that some
+    derivatives need.
     """
     if in_order or not config.dq_registers:
         return False
@@ -172,8 +172,8 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     from ..kernels.hopper.backward.kernel import backward
     from ..kernels.hopper.backward.results import finish_queries
 
-    # As in the forward, but the L2 cache also holds queries and the sums of dq. In a fixed order, programs of
-    # a head start one after another, so more heads should run together (full, 8k, d128):
+    # Heads run together as in the forward, but the L2 cache also holds queries and the sums of dq. In a fixed
+    # order, programs of a head start one after another, so more heads should run together (full, 8k, d128):
     #   heads      1    2    4
     #   TFLOP/s  470  489  513
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)

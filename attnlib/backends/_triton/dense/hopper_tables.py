@@ -43,8 +43,7 @@ class BackwardConfig(NamedTuple):
 
     Attributes:
         block_m: queries per tile.
-        tiles: tiles of 64 keys per program. With one, one consumer computes dk and the other dv; with two,
-        each
+        tiles: tiles of 64 keys per program. With one, the consumers compute dk and dv; with two, each
             consumer computes both gradients of its tile.
         slots: slots of the ring buffer of queries.
         by_rows: compute a tile of dq in halves of its queries, not of its channels.
@@ -173,9 +172,9 @@ BACKWARD = (
     (192, BackwardConfig(64, 2, 2, False)),  # causal 8k: 515 TFLOP/s; 401 with one tile of keys
     (256, BackwardConfig(64, 1, 2, False)),
 )
-# The same limit for the backward, where queries, output gradients and sums of dq take two or three times as
-# many bytes again. TFLOP/s; causal 8k does not differ between 8 and 24 MB. The full cases time only the
-# kernel, in an earlier version:
+# The L2 limit of heads that run together in the backward, where queries, output gradients and sums of dq take
+# two or three times as many bytes again. TFLOP/s; causal 8k does not differ between 8 and 24 MB. The full
+# cases time only the kernel, in an earlier version:
 #                one head  8 MB  16 MB  24 MB
 #   causal, 1k              325    321    297
 #   full, d64         486                 442
@@ -223,8 +222,7 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
     main, tail, value = widths(case.head_dim, case.value_dim)
     runs = value == main and case.itemsize == 2 and not (tail and in_order)
     config = _fitting(BACKWARD, case, keys) if runs else None
-    # A softcap needs registers that two tiles of keys do not leave: at least 70 words would
-    # spill in every step.
+    # A softcap needs registers that two tiles of keys do not leave: at least 70 words would spill per step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 
 
