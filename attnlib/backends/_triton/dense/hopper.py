@@ -160,8 +160,8 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
     """True if the Hopper backward supports the mask and score functions of a call.
 
     A fixed order of additions relies on bands, so it excludes functions. Gradients of tensors that a score
-    function reads need atomics, which crash ptxas next to wgmma. There is no room to keep the scores that some
-    derivatives need.
+    function reads need atomics, which crash ptxas next to wgmma. There is no room to keep the scores that
+    some derivatives need.
     """
     if in_order or not config.dq_registers:
         return False
