@@ -218,7 +218,7 @@ def cached_plan(key: Key) -> DecodePlan:
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
-    rows = queries if x.b >= x.capacity else together  # few programs, since few sequences are split
+    rows = queries if x.b >= x.capacity else together  # if few sequences have splits, few programs
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
     groups = -(-queries // rows)

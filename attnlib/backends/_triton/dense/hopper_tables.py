@@ -115,7 +115,7 @@ FORWARD_FUNCTIONS = MappingProxyType(
     }
 )
 # With a mask function, partial tiles of 128 keys spill registers and read more hidden keys than tiles of 64.
-# Forward in us, causal 8k, 16 heads, H100, 2026-11; under Triton 3.9 the same entries are faster:
+# Forward in us, causal 8k, 16 heads, H100, 2026-11; under Triton 3.9 the same tiles win:
 #                     keys  12 documents  window 1,024  prefix 1,000
 #   d128               128           202           201           505
 #                       64           154           183           528

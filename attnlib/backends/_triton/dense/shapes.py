@@ -23,7 +23,8 @@ class DenseShapes:
         (self.s, self.h, d), (self.t, self.g), e = a.q.shape[-3:], a.k.shape[-3:-1], a.v.shape[-1]
         self.packed = a.cu_seqlens_q is not None
         self.batch = a.cu_seqlens_q.shape[0] - 1 if self.packed else a.q.shape[0]
-        self.length = self.t // max(1, self.batch) if self.packed else self.t  # keys; if packed, the mean
+        # Keys per sequence; if packed, their mean.
+        self.length = self.t // max(1, self.batch) if self.packed else self.t
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
             plain=is_plain(a),
@@ -38,7 +39,8 @@ class DenseShapes:
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         # True if all blocks of queries see the same number of keys.
         self.are_alike = hides_nothing(a) and not self.packed
-        self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # by sequence
+        # True if key bounds or origins may differ between sequences.
+        self.bounded = not (a.key_starts is a.key_ends is a.origin is None)
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = (
             None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
