@@ -1,4 +1,4 @@
-"""Attention over a cache, and writes to one.
+"""Attention over a KV cache, and writes to the cache.
 
 ``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``tables.py``
 chooses tiles, ``schedule.py`` splits sequences across the GPU, and ``peers.py`` writes into the memory of

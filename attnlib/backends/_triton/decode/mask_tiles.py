@@ -7,10 +7,10 @@ from .shapes import DecodeShapes
 
 
 class OverCache:
-    """The buffers and the launch for a mask function over a cache.
+    """The classification launch for a mask function over a cache, and the buffer sizes it needs.
 
-    ``launch`` writes ``states`` bytes, one per tile. Kernels take ``arguments`` in addition and write at most
-    ``runs`` int32 numbers.
+    ``launch`` writes ``states`` bytes, one per tile. The decode kernel takes ``arguments`` in addition, and
+    writes at most ``runs`` int32 values.
     """
 
     def __init__(self, x: DecodeShapes):
@@ -27,5 +27,5 @@ class OverCache:
 
 
 def _blocks(x: DecodeShapes, rows: int, block: int) -> int:
-    """Blocks of rows of all sequences; packed, with room for a partial one of each."""
+    """Return the number of row blocks in all sequences; if packed, allow each sequence a partial block."""
     return rows // block + x.b + 1 if x.packed else x.b * -(-rows // block)

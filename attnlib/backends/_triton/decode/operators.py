@@ -1,4 +1,4 @@
-"""Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
+"""Attention over a KV cache in Triton: the torch operator, and its launch plans."""
 
 import math
 from collections.abc import Callable
@@ -26,9 +26,15 @@ from .shapes import DecodeShapes
 
 
 class DecodePlan(NamedTuple):
-    """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which
-    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``sparse`` says what is
-    made before."""
+    """The launches of a decode call.
+
+    Attributes:
+        decode: writes out and lse, or partial results if sequences are split.
+        variant: the kernels that run, for ``explain``.
+        combine: combines the partial results of splits; None if there are none.
+        floats: size of the buffer for partial results, in fp32 values.
+        sparse: classifies the tiles of a mask function before ``decode`` runs; None without such a function.
+    """
 
     decode: Launch
     variant: str
@@ -38,8 +44,9 @@ class DecodePlan(NamedTuple):
 
 
 class Cached:
-    """Attention over a cache, as an operator of this name; ``hopper`` says whether Hopper's own kernels may
-    run.
+    """The operator for attention over a cache, registered as ``{name}_cached``.
+
+    ``hopper`` allows the dedicated Hopper kernels.
     """
 
     def __init__(self, name: str, *, hopper: bool):
@@ -47,22 +54,23 @@ class Cached:
         self._library = register_cached(name, self.run)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Attention over stored keys and its LSE."""
+        """Run a call: return its attention over the cache and the LSE."""
         run = getattr(torch.ops.attnlib, self.name) if are_watched(call.q, call.q, call.q) else self.run
         return run(*flat_over_view(call, _schedule_of(call.kv)))
 
     def variant(self, call: Call) -> str:
-        """Which kernels run a call."""
+        """Return the name of the kernels that run a call: "plain" or "Hopper"."""
         given = _schedule_of(call.kv)
         a = flat_over_view(call, given)
         return cached_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
 
     def prepare(self, call: Call) -> Run | None:
-        """What runs a call again, on queries of the same layout, without optional tensors but their
-        descale.
+        """Return a function that repeats a call on new queries of the same layout; None if impossible.
+
+        The function takes no optional tensor except the queries' descale.
         """
         kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
-        # torch decides fp32's products.
+        # The precision of fp32 products depends on a torch setting that may change between calls.
         if (
             spec.strided
             or spec.dtype == torch.float32
@@ -72,13 +80,14 @@ class Cached:
             return None
         a = flat_over_view(call, given)
         plan = cached_plan(self.key(a))
-        a = a._replace(q=None, q_descale=None)  # what is prepared keeps no tensor of a call
+        a = a._replace(q=None, q_descale=None)  # the cached call must not keep this call's tensors alive
         launches = [plan.decode] if plan.combine is None else [plan.decode, plan.combine]
         launch = Repeated(launches, _tensors(a), "q", "out", "lse", "split", "q_descale")
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         blank_out = blank((*q.shape[:-1], spec.value_dim), result_dtype(q.dtype), q.device)
         blank_lse = blank(lse_shape, torch.float32, q.device) if call.lse else None
-        # An LSE that is not asked for lies behind the splits, whose rows are multiples of 16.
+        # An LSE that the caller does not want is written behind the partial results, whose rows are multiples
+        # of 16, so the LSE is aligned.
         size = plan.floats if call.lse else plan.floats + math.prod(lse_shape)
         blank_room, beyond = blank((size,), torch.float32, q.device), 4 * plan.floats
 
@@ -98,11 +107,11 @@ class Cached:
         return run
 
     def key(self, a: CachedArguments) -> Key:
-        """What decides the launches of a call."""
+        """Return the key of a call in the cache of launch plans."""
         return decode_key(a)._replace(hopper=self.hopper)
 
     def run(self, *arguments) -> tuple[Tensor, Tensor]:
-        """What the operator runs."""
+        """Run the operator: return out and lse."""
         a = readable(CachedArguments(*arguments))
         out, lse = outputs(a.q, a.value_plane)
         if not (out.numel() and a.lengths.numel()):
@@ -121,7 +130,7 @@ class Cached:
 
 
 def _schedule_of(kv: KVView) -> Tensor | None:
-    """The view's schedule; None if it is one for other layers, or of splits of another kind."""
+    """Return the view's schedule; None if it has another KV-head count, or the other kind of splits."""
     if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (
         kv.layout.heads,
         kv.split_size > 0,
@@ -131,19 +140,19 @@ def _schedule_of(kv: KVView) -> Tensor | None:
 
 
 def decode_key(a: CachedArguments) -> Key:
-    """What decides the launches of a call."""
+    """Return the key of a call in the cache of launch plans."""
     return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale, a.v_scale)
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
-    """The tensors by name, with each plane that kernels take."""
+    """Return kernel arguments by name; planes that a cache lacks are filled in with others, or None."""
     tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
     none = dict.fromkeys(("states", "runs", "cu_seqlens_k"))
     return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale} | none
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
-    """A schedule for a call that has none."""
+    """Compute a schedule for a call whose view has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule(
         a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size
@@ -153,7 +162,7 @@ def _scheduled(a: CachedArguments) -> Tensor:
 
 
 def _kernel(x: DecodeShapes) -> Callable:
-    """The kernel that runs a call."""
+    """Return the decode kernel of a call."""
     from ..kernels.decode import decode
 
     if x.hopper is None:
@@ -165,8 +174,11 @@ def _kernel(x: DecodeShapes) -> Callable:
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
-    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a
-    latent or of keys and values."""
+    """Return the blocks that descriptors (TMA) load, by kernel parameter.
+
+    The generic kernel loads a whole key and, if it has one, its tail. The dedicated Hopper kernels load half
+    of a latent, or 64 channels of keys and values.
+    """
     own, rows = x.hopper is not None, x.tiles.block_n
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     if own and not x.case.latent:
@@ -178,7 +190,7 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
         return {f"{name}_desc": block._replace(tensor=name) for name, block in named.items()}
     tail = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
     blocks = {"tail_desc": tail} if x.case.tail else {}
-    if pairs and x.tiles.block_m > 16:  # bytes that become 16 bits are loaded by addresses
+    if pairs and x.tiles.block_m > 16:  # rows_64.py loads 8-bit latents through pointers to convert them
         return blocks
     if pairs:
         blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, gluon=True)
@@ -187,7 +199,7 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
 
 @remembered
 def cached_plan(key: Key) -> DecodePlan:
-    """The launches of a call."""
+    """Return the launches of a call, from the cache of launch plans."""
     from ..kernels.split_kv import combine
 
     x = DecodeShapes(key)
@@ -201,12 +213,12 @@ def cached_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, variant, sparse=sparse)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
-    # Of a sequence, if all are alike.
+    # The splits of each sequence, if all have the same length.
     splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
-    rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
+    rows = queries if x.b >= x.capacity else together  # if few sequences have splits, few programs
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
     groups = -(-queries // rows)

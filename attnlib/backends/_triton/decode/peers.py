@@ -1,9 +1,11 @@
-"""Ranks of one host write queries and results into each other's memory, by kernels of their own.
+"""Direct exchange between the GPUs of one host: ranks write queries and results into each other's memory.
 
-Two buffers suffice for all calls of a cache, one after the other. A rank writes queries when it has joined
-the results of the call before, and others have read their last queries before they said that their results
-are there. Results are written when all have said that their queries are there, and so have joined the results
-of the call before.
+All calls of a cache share two buffers, one for queries and one for results, without further locks:
+
+- A rank writes queries only after it has joined the results of the previous call. By then the other ranks
+  have read their previous queries, since they did so before they passed the barrier for results.
+- A rank writes results only after the barrier for queries. By then every rank has joined the results of the
+  previous call.
 """
 
 import hashlib
@@ -23,21 +25,21 @@ from ..launching.launch import Launch, remembered
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
 
-# Bytes for queries, and as many for results: of larger steps, NCCL's start counts for nothing.
+# Bytes of each buffer, for queries and for results. Larger steps use NCCL, whose start-up time is negligible
+# for them.
 HALF = 32 << 20
-TIMEOUT = (
-    600_000  # milliseconds that a rank waits for the others, as NCCL does by default; then its kernel fails
-)
+# Milliseconds that a rank waits for the others before its kernel fails; NCCL's default.
+TIMEOUT = 600_000
 QUERIES = LaunchConfig(0, 4096, 1, 4)
-VALUES = 4096  # of a program that sends or joins results
+VALUES = 4096  # values that a program sends or joins
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers(NamedTuple):
-    """A buffer of this rank, of which every rank knows the ``addresses``, int64 ``[2, count]``: of queries,
-    of results.
+    """This rank's exchange buffer, and the ``addresses`` of every rank's buffer, int64 ``[2, count]``.
 
-    ``handle`` is torch's; its barrier waits on the current stream until all ranks have come to it.
+    The first row of ``addresses`` is for queries, the second for results. ``handle`` is torch's handle of the
+    symmetric memory; its barrier makes the current stream wait until all ranks have reached it.
     """
 
     buffer: Tensor
@@ -47,22 +49,24 @@ class PeerBuffers(NamedTuple):
     count: int
 
     def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> "PeerExchange | None":
-        """What carries these queries and their results; None where they are too many, or a compiler follows
-        them.
+        """Return an exchange for these queries and their results.
+
+        Returns None if they do not fit in a buffer, have more than 4 bytes a value or are on another device,
+        or if a compiler or profiler follows the call.
         """
-        widest = max(q.shape[-1], value_dim + 4)  # beside an output is its LSE
+        widest = max(q.shape[-1], value_dim + 4)  # the LSE, 4 bytes, lies beside an output
         is_taken = self.count * q.shape[:-1].numel() * widest * q.itemsize <= self.buffer.numel() // 2
         if not is_taken or q.itemsize > 4 or q.device != self.buffer.device or are_watched(q, q, q):
             return None
         return PeerExchange(self, have_own_heads)
 
     def wait(self) -> None:
-        """Let the current stream wait for all ranks."""
+        """Make the current stream wait until all ranks reach this barrier."""
         self.handle.barrier(channel=0, timeout_ms=TIMEOUT)
 
 
 class PeerExchange(NamedTuple):
-    """An :class:`attnlib.cache.sharded.ranks.RankExchange` by memory that ranks write into."""
+    """An :class:`attnlib.cache.sharded.ranks.RankExchange` in which ranks write into each other's memory."""
 
     memory: PeerBuffers
     have_own_heads: bool
@@ -71,7 +75,7 @@ class PeerExchange(NamedTuple):
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """Return the queries of all ranks, in memory of this rank that the next call overwrites."""
+        """Return the queries of all ranks, in a buffer of this rank that the next call overwrites."""
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
@@ -82,7 +86,7 @@ class PeerExchange(NamedTuple):
         return q
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As :meth:`attnlib.cache.sharded.ranks.RankExchange.merged` says."""
+        """Merge every rank's results; see :meth:`attnlib.cache.sharded.ranks.RankExchange.merged`."""
         memory, (*lead, all_heads, e), s = self.memory, out.shape, lse.shape[-1]
         heads = all_heads // memory.count if self.have_own_heads else all_heads
         lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)
@@ -104,8 +108,16 @@ class PeerExchange(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What decides how results are sent: of ``all_heads`` of a token to ``heads`` of each rank, so many to a
-    group.
+    """The sizes that determine how ranks exchange results.
+
+    Attributes:
+        rank, count: this rank, and the number of ranks.
+        lines: results per rank, one per token and head.
+        heads: query heads whose results a rank gets.
+        all_heads: query heads of all ranks.
+        group: query heads of a rank per KV head.
+        s, e: queries per sequence (or in all, if packed), and output channels.
+        have_own_heads: each rank has query heads of its own.
     """
 
     rank: int
@@ -119,12 +131,12 @@ class _Sizes(NamedTuple):
     have_own_heads: bool
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Those of all ranks' results, behind which their LSEs begin."""
+        """Return the bytes of all ranks' results, rounded up to 16; the LSEs begin behind them."""
         return -(-self.count * self.lines * self.e * dtype.itemsize // 16) * 16
 
 
 def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a buffer of bytes, from this byte on."""
+    """Return a view of a byte buffer as a tensor that begins at byte ``first``."""
     return buffer[first : first + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -143,7 +155,7 @@ def _sending_queries(
 def _exchanging(
     device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Launch, Launch]:
-    """The launches that send results, and that join them in another dtype."""
+    """Return two launches: send results to the other ranks, and join theirs into ``dtypes[1]``."""
     from ..kernels.peers import join_results, send_results
 
     main, early = power_of_two(x.e), arch_of(device) == 90
@@ -159,7 +171,10 @@ def _exchanging(
 
 
 def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | None:
-    """Memory of the ranks of a group, which all ask for it; None unless all their GPUs reach each other."""
+    """Return exchange buffers for a group; None unless all its GPUs can write into each other's memory.
+
+    A collective call: all ranks of the group must make it.
+    """
     if device.type != "cuda" or group.size() == 1 or not _are_near(group, device):
         return None
     import torch.distributed._symmetric_memory as symmetric
@@ -173,8 +188,9 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | No
 
 
 def _are_near(group: "ProcessGroup", device: torch.device) -> bool:
-    """Whether all ranks are of one host, on GPUs of their own that reach each other: every rank says the
-    same.
+    """True if all ranks run on one host, each on a GPU of its own, and these GPUs can access each other.
+
+    A collective call, which returns the same on every rank.
     """
     import torch.distributed as dist
 
@@ -193,6 +209,6 @@ def _are_near(group: "ProcessGroup", device: torch.device) -> bool:
 
 
 def _host() -> int:
-    """A number that ranks of this host have, and of no other."""
+    """Return a number that identifies this host: a hash of its name and boot id."""
     boot = BOOT.read_text() if BOOT.exists() else ""
     return int.from_bytes(hashlib.blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=7).digest())

@@ -1,4 +1,4 @@
-"""How a GPU shares sequences out: the schedule of their splits, made and updated on the device."""
+"""The decode schedule: how sequences are split across a GPU, computed and updated on the device."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from . import tables as decode_tables
 def new_schedule(
     heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor:
-    """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads
-    share; or for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
+    """Allocate a schedule ``[heads, halvings, slots, 8]`` for up to ``rows`` sequences.
+
+    All KV heads share its memory. With a fixed ``split_size`` it has one slot per split, for sequences of up
+    to ``limit`` tokens.
+    """
     capacity = decode_tables.capacity(layouts.processors(device), heads)
     halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
     if split_size:
@@ -26,8 +29,10 @@ def new_schedule(
 def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
-    """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into
-    splits.
+    """Split sequences with these starts and lengths, and write the splits to ``schedule``.
+
+    Lengths are limited to ``limit`` tokens. Only the last ``reach`` tokens of a sequence are split, or all if
+    it is None.
     """
     plan = _plan(
         schedule.device, schedule.shape, len(lengths), limit, limit if reach is None else reach, split_size

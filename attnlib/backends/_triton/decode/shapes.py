@@ -1,4 +1,4 @@
-"""The shapes of a call over a cache, and what its kernels are launched with."""
+"""The shapes of a call over a cache, and the launch arguments derived from them."""
 
 from ....call.spec import arch_of
 from ....internal.checks import INT32
@@ -11,7 +11,7 @@ from . import tables as decode_tables
 
 
 class DecodeShapes:
-    """The shapes of a call, and by name what both of its kernels are launched with."""
+    """The shapes of a decode call, and the launch arguments of its two kernels (decode and combine)."""
 
     def __init__(self, key: Key):
         self.a = a = key.layouts
@@ -33,17 +33,17 @@ class DecodeShapes:
         )  # fmt: skip
         takes = key.hopper and a.mask_program is a.score_program is None
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
-        # A descriptor loads scales from 16 bytes on, and those of the heads that all warps have.
+        # A descriptor (TMA) loads at least 16 bytes of scales; over pages, it loads the scales of 8 KV heads.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
-        self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
+        self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries per sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = layouts.processors(key.device)
-        programs = self.g // self.heads * self.blocks  # of each split
+        programs = self.g // self.heads * self.blocks  # programs per split
         self.sparse = a.mask_program is not None and not a.split_size
         self.halvings = (
             0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.sparse)
@@ -56,19 +56,20 @@ class DecodeShapes:
             self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
         if self.packed and not self.scheduled:
-            self.blocks = 1  # programs take the blocks of all sequences one after another
+            self.blocks = 1  # the grid numbers the blocks of all sequences consecutively
         self._count(processors)
 
     def _count(self, processors: int) -> None:
-        """Count the programs, and the lines that those write which have a split."""
-        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for
-        # whole blocks.
+        """Count the programs, and the rows of the buffer for partial results."""
+        # The grid has one slot per split in the schedule, and if packed one more for rows behind the last
+        # sequence. Slots for the blocks of long sequences follow.
         self.planned, self.long_slots, self.long_splits = (
             (self.slots + self.packed) * self.scheduled,
             self.b,
             1,
         )
-        # With room for partial blocks; those of long sequences, which do not fit a slot, or of all.
+        # Packed sequences may each end with a partial block. With a schedule, only long sequences, which have
+        # more rows than a slot, need slots of their own; without one, all do.
         if self.packed:
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
             blocks, partial = (
@@ -87,7 +88,7 @@ class DecodeShapes:
         self.lines = of_lines * self.g * self.blocks * self.tiles.block_m
 
     def arguments(self) -> dict:
-        """By name, what both kernels are launched with."""
+        """Return the launch arguments of both kernels, by name."""
         a, case = self.a, self.case
         main, tail, value = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
         full = self.tiles.tma or self.pairs or not (case.one or a.split_size)
@@ -109,5 +110,5 @@ class DecodeShapes:
             **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
-            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # unless tiles are sparse
+            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set only for sparse tiles
         }  # fmt: skip

@@ -1,34 +1,45 @@
-"""How the decode kernels are launched: pure tables and rules, and the size of a schedule. Imports no
-triton.
-"""
+"""Tile tables of the decode kernels, and the size of a schedule. Pure functions; imports no Triton."""
 
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
-GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
-FINEST = 32  # those of the most splits; of half of them, multiples of twice as many
-ENTRY = 8  # int32 that a schedule holds for each split
-HALVINGS = 12  # of the capacity, for each of which there is a schedule
-RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
-LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
-EDGE = 16  # tokens of the tiles around those that descriptors load
-TILE = 64  # rows of queries in a tile of few
-# Tokens of the splits of long packed sequences, which have more rows than a tile.
+# At full capacity, splits begin at multiples of FINEST tokens. Each halving of the capacity doubles the step,
+# up to GRANULARITY.
+GRANULARITY = 128
+FINEST = 32
+ENTRY = 8  # int32 values per split in a schedule
+HALVINGS = 12  # a schedule is stored for 12 capacities, each half of the previous one
+RESIDENT = 4  # schedules assume that an SM runs at most this many programs at once
+LARGE = (80, 90, 100)  # architectures with more than 99 KB of shared memory
+EDGE = 16  # tokens in a masked tile, if full tiles are loaded by descriptors (TMA)
+TILE = 64  # most query rows in a tile of the tables for few rows
+# Long packed sequences, which have more query rows than a tile: tokens of their splits at least and at most.
 SMALLEST, LARGEST = 512, 4096
-LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
-TOGETHER = 16  # rows that a program joins where there are such splits
-JOINING = (
-    256  # programs that join at least: 128 heads, 1 x 8k, 64 splits: 1,024 take 6.8 us, 512 4.8 and 256 3.7
-)
-LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
+LONG_SPLITS = 16  # most splits per block of a long sequence; more take longer to combine than they save
+TOGETHER = 16  # rows per program of the combine kernel, if long sequences are split
+# The combine kernel aims for at least this many programs. 128 heads, 1 x 8k, 64 splits:
+#   programs  1,024  512  256
+#   us          6.8  4.8  3.7
+JOINING = 256
+LONG = 16  # mean query tokens per sequence above which a call may have enough programs without splits
 
 
 class DecodeCase(NamedTuple):
-    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a
-    stored value (4 if what is computed with is fp32), whether every sequence has ``one`` query, the tokens of
-    a page (0 where a page holds all), and whether a function changes scores."""
+    """The properties of a decode call that determine its tiles.
+
+    Attributes:
+        rows: query rows per sequence and KV head.
+        head_dim, tail, value_dim: channels of a key, of its separate rotary plane (or 0), and of a value.
+        itemsize: bytes of a stored value; 4 if the call computes in fp32.
+        latent: the cache stores latents (MLA), not keys and values.
+        one: every sequence has one query.
+        page_size: tokens per page; 0 if one page holds a whole sequence.
+        arch: compute capability, such as 90.
+        aligned: descriptors (TMA) may load the cache.
+        changed: a score function changes scores.
+    """
 
     rows: int
     head_dim: int
@@ -44,69 +55,85 @@ class DecodeCase(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """Channels of a whole key, or of the block that holds a value."""
+        """Return the larger of a whole key's channels and the padded channels of a value."""
         return max(self.head_dim + self.tail, power_of_two(self.value_dim))
 
 
-# By the widest head that fits, on an H200, 2026-11. Up to TILE rows of queries, with as many as there are:
+# Tables list (widest head, config), tuned on an H200, 2026-11. This one serves up to TILE query rows;
+# `decode` fits block_m to them.
 FEW_ROWS = (
     (128, LaunchConfig(16, 64, 4, 4)),
     (256, LaunchConfig(16, 32, 4, 4)),
     (576, LaunchConfig(16, 16, 3, 4, resident=1)),
 )
-# More rows.
+# Tiles for more than TILE query rows.
 MANY_ROWS = (
     (128, LaunchConfig(128, 64, 3, 8, resident=1)),
     (256, LaunchConfig(64, 32, 3, 8, resident=1)),
     (576, LaunchConfig(64, 16, 2, 8, resident=1)),
 )
-# Few rows over int8 and fp8.
+# Tiles for few query rows over an int8 or fp8 cache.
 EIGHT_BIT = (
     (128, LaunchConfig(16, 128, 3, 4)),
     (256, LaunchConfig(16, 64, 3, 4)),
-    (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122; 16 x 32 138
+    (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122 us; 16 x 32 takes 138 us
 )
-# More rows, whose scores a function changes, which takes registers: of 128 rows it spills 328 bytes (none was
-# timed).
+# Tiles for many query rows with a score function, which needs registers: a tile of 128 rows would spill 328
+# bytes (not timed).
 MANY_ROWS_CHANGED = ((128, LaunchConfig(64, 64, 3, 8)), *MANY_ROWS[1:])
-# Batch-invariant calls, whatever the rows.
+# Batch-invariant calls: the same tile for any number of query rows.
 BATCH_INVARIANT = (
     (128, LaunchConfig(64, 64, 3, 4)),
     (256, LaunchConfig(64, 32, 3, 8)),
     (576, LaunchConfig(16, 32, 2, 4, resident=1)),
 )
-# Any rows, if what is computed with is fp32.
+# Tiles for fp32 computation, for any number of query rows.
 FP32 = (
     (128, LaunchConfig(16, 32, 2, 4)),
     (256, LaunchConfig(16, 16, 2, 4)),
     (576, LaunchConfig(16, 16, 1, 8, resident=1)),
 )
-# Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
+# Latent caches (MLA) on GPUs with 200 KB of shared memory; the tile of 64 rows on sm_90 only.
 LATENT_ROWS_16 = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
-# Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
+# The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 puts 16 query rows in the columns of
+# a product, ROWS_64 puts 64 in its rows. 32 query heads, 64 x 8k, us:
+#   tile                            bf16  fp8  int8
+#   64 rows                          168  183   188   (8-bit latents are converted to 16 bits)
+#   two blocks of 16 rows            183  156   182
 HOPPER_ROWS_16 = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
-# 32 heads, 64 x 8k: 168; in two blocks of 16 rows, 183
 HOPPER_ROWS_64 = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)
-# Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and
-# 188.
 HOPPER_INT8_FP8 = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
-MAX_ROWS_INT8_FP8 = 32  # rows, in two blocks
+MAX_ROWS_INT8_FP8 = 32  # query rows, in two blocks
 
-# 128 channels in kernels of their own: 16 rows for all warps, or for each half of them. us, pages of 16, own
-# / cuDNN: 16 x 8k 129.4 / 124.0, 128 x 1k 128.5 / 126.2, 64 x 8k 487 / 480, 1 x 128k 129.6 / 126.7; of 32
-# rows, MQA 64 x 8k 70.7 / 82.8. In bytes 64 x 8k, own / plain: int8 255 / 282, fp8 255 / 277; 16 x 1k 14.3 /
-# 15.2. 1 x 1k 7.4 / 6.5. Fewer loads in flight are faster. By slots: 16 x 8k 126.8 with two, 127.6 with
-# three; int8 255, 258; MQA 72.4 with two, 70.8 with three, 73.0 with four, 76.6 with six.
+# The dedicated Hopper kernels for keys and values of 128 channels: all warps share 16 query rows, or each
+# half of the warps has 16. Microseconds, pages of 16 tokens:
+#                           ours  cuDNN  generic
+#   16 x 8k                129.4  124.0
+#   128 x 1k               128.5  126.2
+#   64 x 8k                  487    480
+#   1 x 128k               129.6  126.7
+#   1 x 1k                   7.4             6.5
+#   64 x 8k, MQA, 32 rows   70.7   82.8
+#   64 x 8k, int8            255             282
+#   64 x 8k, fp8             255             277
+#   16 x 1k, 8 bits         14.3            15.2
+# Fewer loads in flight are faster. Microseconds by slots (stages):
+#   slots               2      3     4     6
+#   16 x 8k         126.8  127.6
+#   64 x 8k, int8     255    258
+#   64 x 8k, MQA     72.4   70.8  73.0  76.6
 HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
 HOPPER_PAGES_ROWS_32 = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
-# Tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds.
+# The least capacity of a cache, in tokens times KV heads, for these kernels: 64 MB, more than the L2 cache.
 LEAST_CACHED = 1 << 17
 
 
 def hopper(case: DecodeCase, cached: int) -> LaunchConfig | None:
-    """Tiles of Hopper's own kernels over latents of 512 + 64, or keys and values of 128; None where a plain
-    one runs.
+    """Return the tiles of the dedicated Hopper kernels; None if the generic kernel runs.
+
+    They serve latents of 512 + 64 channels, and keys and values of 128 channels. ``cached`` is the capacity
+    of the cache, in tokens times KV heads.
 
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
     >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m
@@ -141,8 +168,7 @@ def hopper(case: DecodeCase, cached: int) -> LaunchConfig | None:
 
 
 def together(kv_heads: int, config: LaunchConfig | None) -> int:
-    """KV heads that a program reads: all that lie side by side, one a warp, in Hopper's own kernel over
-    pages.
+    """Return the number of KV heads per program: one per warp in the Hopper kernel over pages, otherwise 1.
 
     >>> [together(heads, HOPPER_PAGES) for heads in (1, 6, 32)], together(8, None)
     ([1, 2, 8], 1)
@@ -151,7 +177,7 @@ def together(kv_heads: int, config: LaunchConfig | None) -> int:
 
 
 def decode(case: DecodeCase) -> LaunchConfig:
-    """Tiles of the decode kernel.
+    """Return the tiles of the generic decode kernel.
 
     >>> decode(DecodeCase(4, 128, 0, 128, 2, False, True, 64, 90, True))
     LaunchConfig(block_m=16, block_n=64, stages=4, warps=4, tma=False, registers=None, resident=2)
@@ -173,31 +199,32 @@ def decode(case: DecodeCase) -> LaunchConfig:
             block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages)
         )
     elif widest > 256 and case.itemsize == 1 and case.arch == 100:
-        config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
+        config = config._replace(stages=1)  # Triton 3.6 cannot compile more loads in flight
     return _with_less(config, case)
 
 
 def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
-    """Whether stored bytes are read in pairs, which takes more registers than many rows leave.
+    """True if 8-bit values are read in pairs, as 16-bit words.
 
-    A product takes 16 channels at least, so that as many pairs are 32.
+    Pairs need more registers than a tile of many rows leaves. A product needs at least 16 channels, so pairs
+    need 32.
     """
     channels = [n for n in widths_of(case.head_dim, case.tail, case.value_dim)[:2] if n]
     return case.itemsize == 1 and case.aligned and config.block_m == 16 and min(channels) >= 32
 
 
 def fixed(case: DecodeCase) -> LaunchConfig:
-    """Tiles that a batch-invariant call has whatever its queries are."""
+    """Return the tiles of a batch-invariant call, which do not depend on the number of queries."""
     return _with_less(fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest), case)
 
 
 def may_use_tf32(case: DecodeCase) -> bool:
-    """Whether products of fp32 may be those of tf32, for which tiles of keys lie in shared memory twice."""
+    """True if fp32 products may use tf32, which stores key tiles twice in shared memory."""
     return case.widest <= 256 or case.arch in LARGE
 
 
 def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
-    """The same on chips with less shared memory."""
+    """Return a config reduced for GPUs with less shared memory; elsewhere unchanged."""
     if case.arch in LARGE:
         return config
     block_m = config.block_m if case.widest <= 256 else min(32, config.block_m)
@@ -205,10 +232,10 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 
 
 def rows(tokens: int, batch: int, group: int) -> int:
-    """The rows of a packed sequence that tiles are chosen for, of ``tokens`` queries of all sequences.
+    """Return the query rows per packed sequence to choose tiles for; all sequences have ``tokens`` queries.
 
-    Those of the mean; or up to a tile all that one sequence may have, since each block of more rows reads all
-    keys.
+    The result is the mean, but at least the most rows that one sequence may have, up to a tile: each further
+    block of rows would read all keys again.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)
@@ -218,8 +245,9 @@ def rows(tokens: int, batch: int, group: int) -> int:
 
 
 def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool = False) -> int:
-    """How often the capacity is halved for so many programs to each split of all KV heads; ``whole``: of
-    whole tiles.
+    """Return how often to halve the capacity if each split takes this many programs for all KV heads.
+
+    With ``whole``, splits consist of whole tiles.
 
     >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
     (2, 0, 2)
@@ -230,7 +258,7 @@ def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool 
 
 
 def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
-    """Splits of each of so many blocks of long sequences at most, by which they fill a GPU three times.
+    """Return the most splits per block of long sequences: enough to fill the GPU three times.
 
     >>> [long_splits(LaunchConfig(64, 64, 3, 4), blocks, 132) for blocks in (8, 48, 72, 500)]
     [16, 16, 11, 1]
@@ -239,15 +267,18 @@ def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
 
 
 def capacity(processors: int, kv_heads: int) -> int:
-    """Splits, of all sequences, that fill a GPU of so many multiprocessors if a program has 4 KV heads at
-    least.
+    """Return the number of splits, over all sequences, that fill a GPU with this many multiprocessors.
+
+    Fewer than 4 KV heads need more splits to fill it.
     """
     return max(1, RESIDENT * processors // min(kv_heads, RESIDENT))
 
 
 def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
-    """Rows, splits and channels that a program joins at once, of ``rows`` in all: of as many splits as
-    sequences have if all are alike.
+    """Return the rows, splits and channels that a program of the combine kernel handles at once.
+
+    There are ``rows`` rows of ``width`` channels in all. ``splits`` is the number of splits per sequence if
+    all have the same length.
 
     >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384)
     ((4, 2, 512), (8, 4, 128), (2, 16, 256))
@@ -261,13 +292,14 @@ def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
 
 
 def slots(batch: int, capacity: int) -> int:
-    """Splits that a schedule has at most, for as many sequences and a capacity."""
+    """Return the most splits that a schedule of this capacity may have for ``batch`` sequences."""
     return max(capacity, batch + (capacity + 1) // 2)
 
 
 def widths_of(head_dim: int, tail: int, value_dim: int) -> tuple[int, int, int]:
-    """Channels of the blocks that hold a key, the rest of a key (latent storage has its own plane for it), a
-    value.
+    """Return the padded widths of the blocks for a key, for the rest of a key, and for a value.
+
+    In a latent cache the rest is the rotary plane, ``tail``.
     """
     if tail:
         return power_of_two(head_dim), power_of_two(tail), power_of_two(value_dim)

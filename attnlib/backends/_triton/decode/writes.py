@@ -1,4 +1,4 @@
-"""Cache writes by a Triton kernel: their operator, their plans, and the same write again with less ado."""
+"""Cache writes in Triton: the torch operator, its launch plans, and cached writes that bypass it."""
 
 from math import inf, prod
 
@@ -18,22 +18,22 @@ from ..launching.launch import Launch, against, remembered
 from ..launching.layouts import Key, key_of, strides
 from ..launching.repeated import Repeated
 
-# Values of a tile, by how many there are in all; not timed.
+# Values per tile, by the number of values written; not timed.
 TILES = ((1 << 20, 512), (inf, 2048))
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Why this backend cannot write tokens of this dtype on this device."""
+    """Return the reasons why this backend cannot write tokens of this dtype on this device."""
     return against(dtype, device.type, arch_of(device), interpreted=device.type == "cpu" and is_interpreted())
 
 
 def write_cache(
     kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None
 ) -> Write | None:
-    """Store tokens in the planes in place, rotated and quantised on the way; slots outside the planes are
-    skipped.
+    """Rotate and quantize tokens, and write them to the cache in place; slots out of range are skipped.
 
-    Returns what writes other tensors of the same layouts to the same slots, where nobody watches this call.
+    Returns a function that writes other tensors of the same layouts to the same slots, or None if the call
+    cannot be cached: a compiler, mode or profiler follows it, or an argument had to be copied.
     """
     a = given = _arguments(kv, k, v, slots, angles)
     if angles is not None:
@@ -61,7 +61,8 @@ def _arguments(
 def _prepared(a: WriteArguments) -> Write:
     stored = _as_bytes(a)
     launch = Repeated([plan(key_of(stored, a.slots))], stored._asdict(), "new_k", "new_v", "cos", "sin")
-    a = a._replace(new_k=None, new_v=None, cos=None, sin=None)  # what is prepared keeps no tensor of a call
+    # A cached write must not keep the tensors of its first call alive.
+    a = a._replace(new_k=None, new_v=None, cos=None, sin=None)
 
     def write(k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
@@ -77,12 +78,12 @@ def _prepared(a: WriteArguments) -> Write:
 
 
 def _is_followed(k: Tensor, v: Tensor | None, cos: Tensor | None) -> bool:
-    """Whether the dispatcher may not be skipped."""
+    """True if a mode, transform or profiler follows the call, so torch's dispatcher must run it."""
     return are_watched(k, k if v is None else v, k if cos is None else cos)
 
 
 def _as_bytes(a: WriteArguments) -> WriteArguments:
-    """fp8 planes as bytes, since Triton takes none of them before sm_89."""
+    """Return the arguments with fp8 planes viewed as uint8; Triton supports fp8 only from sm_89 on."""
     fp8 = {
         name: x
         for name in ("k", "v")
@@ -97,11 +98,11 @@ def _with_whole_rows(x: Tensor | None) -> Tensor | None:
 
 @remembered
 def plan(key: Key) -> Launch:
-    """The launch of a write.
+    """Return the launch of a write.
 
     Raises:
-        ValueError: the new tokens are not those of the planes and slots.
-        NotImplementedError: int32 cannot count them, or the tokens of the planes.
+        ValueError: the shapes of the new tokens do not match the planes or the slots.
+        NotImplementedError: the cache or the new tokens have more rows than int32 can count.
     """
     from ..kernels.cache_write import write
 
@@ -131,10 +132,10 @@ def plan(key: Key) -> Launch:
         "E": e, "E_ALL": power_of_two(e), "PAIRS_K": 0 if a.latent else pairs,
         "PAIRS_V": pairs if a.latent else 0, "INTERLEAVED": a.interleaved, "EARLY": early,
     }  # fmt: skip
-    if a.cos and a.cos.shape[0] == 1:  # the angles of one batch entry are those of all
+    if a.cos and a.cos.shape[0] == 1:  # the whole batch shares its angles
         arguments["stride_ab"] = 0
     launch = Launch(write, programs, arguments, tiles, early=early)
-    launch.options["enable_fp_fusion"] = False  # rotations round every product, as those of rope do
+    launch.options["enable_fp_fusion"] = False  # rounds every product, as the rope module does
     return launch
 
 

@@ -1,4 +1,4 @@
-"""From the shapes of a call without a cache to the launches of the plain kernels."""
+"""Launch plans of the generic kernels, for calls without a cache."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,9 @@ from .shapes import BackwardShapes, DenseShapes
 
 
 def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
-    """The launches of a forward, which makes out and lse, and how many numbers of ``lists`` the first one
-    makes.
+    """Return the launches of a forward, which write out and lse, and the size of ``lists``, in int32 values.
+
+    With a mask function, the first launch writes ``lists``, the tiles to visit; otherwise its size is 0.
     """
     from ..kernels.forward import forward
 
@@ -21,12 +22,17 @@ def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
 
 
 class Backward(NamedTuple):
-    """The launches of a backward.
+    """The launches of a backward, and the sizes of their buffers.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many
-    ``shares`` of the slopes' gradient; None without slopes. Of so many ``sums`` in fp32, zeros to begin with,
-    ``keys`` may make what ``queries`` makes dq of. Where a function hides tiles, so many numbers of ``lists``
-    are made before either.
+    Attributes:
+        prepare: writes lse2 and delta.
+        keys: writes dk and dv; may also accumulate dq into ``sums``.
+        queries: writes dq, and partial gradients of ALiBi slopes.
+        variant: the kernels that run, for ``explain``.
+        shares: partial gradients per slope that ``queries`` writes; None without slopes.
+        sums: fp32 values for accumulating dq, initially zero; 0 if dq is not accumulated.
+        before_keys, before_queries: list the tiles that a mask function leaves; None without one.
+        lists: int32 values in such a list.
     """
 
     prepare: Launch
@@ -41,13 +47,13 @@ class Backward(NamedTuple):
 
     @property
     def launches(self) -> list[Launch]:
-        """All of them, in order."""
+        """All launches, in order."""
         ordered = (self.prepare, self.before_keys, self.keys, self.before_queries, self.queries)
         return [x for x in ordered if x is not None]
 
 
 def backward(x: BackwardShapes) -> Backward:
-    """The launches of two passes, one that owns keys and one that owns queries."""
+    """Return the launches of a two-pass backward: one pass owns keys, the other owns queries."""
     from ..kernels.backward import backward_keys, backward_queries
 
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))

@@ -1,6 +1,4 @@
-"""Which kernels run a call without a cache: Hopper's own where there are some for it, the plain ones
-elsewhere.
-"""
+"""Choose the kernels for a call without a cache: the dedicated Hopper kernels, or the generic ones."""
 
 from typing import NamedTuple
 
@@ -21,14 +19,18 @@ from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
 from .shapes import BackwardShapes, DenseShapes
 
-ROWS = 64  # queries or keys of a warpgroup
+ROWS = 64  # queries or keys per warpgroup
 
 
 class Forward(NamedTuple):
-    """The launches of a forward. Where it is ``dynamic``, tiles of the last are scheduled by a counter.
+    """The launches of a forward, and the buffers they need.
 
-    The first of two writes values in another order, in the shape of ``transposed``, or so many numbers of
-    ``lists``.
+    Attributes:
+        launches: the attention kernel, possibly after a launch that transposes values or lists tiles.
+        variant: the kernels that run, for ``explain``.
+        dynamic: the attention kernel takes its tiles from a counter.
+        transposed: shape of the buffer for transposed fp8 values, or empty.
+        lists: size of the tile lists of a mask function, in int32 values.
     """
 
     launches: tuple[Launch, ...]
@@ -38,10 +40,10 @@ class Forward(NamedTuple):
     lists: int = 0
 
     def counter(self, device: torch.device) -> Tensor | None:
-        """The counter for a launch on the current stream.
+        """Return the counter for a launch on the current stream; None unless tiles are scheduled dynamically.
 
-        Launches on the default stream share one. Others may be captured, and what they allocate may be a
-        graph's.
+        All launches on the default stream share a counter. Other streams may be captured by a CUDA graph,
+        which may own the memory they allocate, so every launch there gets a new counter.
         """
         if not self.dynamic:
             return None
@@ -52,21 +54,21 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-_counter_of = remembered(_zero)  # kernels leave it at 0
+_counter_of = remembered(_zero)  # kernels reset it to 0
 
 
 @remembered
 def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
-    """The launch that tells apart the tiles of a mask by function, and the shape of what it makes."""
+    """Return the launch that classifies the tiles of a mask function, and the shape of its output."""
     x = DenseShapes(key)
     return mask_tiles.states(x), x.states
 
 
 @remembered
 def forward(key: Key) -> Forward:
-    """The launches of a forward, which makes out and lse."""
+    """Return the launches of a forward, which write out and lse."""
     x, a = DenseShapes(key), key.layouts
-    # Pieces of a call have not been tried.
+    # The Hopper kernels are untested on chunks of a call, which have an origin.
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
@@ -80,7 +82,7 @@ def forward(key: Key) -> Forward:
 
 @remembered
 def triton_version() -> tuple[int, int]:
-    """The minor version of Triton, by which tables choose where its compilers differ."""
+    """Return Triton's version as (major, minor); tile tables depend on its compiler."""
     import triton
 
     major, minor, *_ = triton.__version__.split(".")
@@ -92,7 +94,8 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     from ..kernels.hopper.forward.transpose_values import transpose_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
-    # Heads whose blocks are all of one length may run one after another: none waits for the longest.
+    # If all blocks of queries see the same number of keys, heads may run one after another: no program has to
+    # wait for a longer one.
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
@@ -104,8 +107,10 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         transposed = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
-        # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes
-        # takes 22.
+        # Eight warps. A plain copy of the same bytes takes 22 us.
+        #   us           4 warps  8 warps
+        #   d64               42       25
+        #   other heads       24       24
         before = (Launch(transpose_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
         blocks["v_desc"] = Block("transposed", arguments["E_MAIN"], block_n, gluon=True)
     lists = 0
@@ -117,8 +122,9 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
 
 
 def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
-    """By the kernel's parameters what is loaded at once of each tensor: so many rows, of the channels of a
-    block.
+    """Return the blocks that descriptors (TMA) load or store, by kernel parameter.
+
+    ``rows`` gives the rows per block of each tensor.
     """
     main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
     found = {}
@@ -131,18 +137,19 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
 
 
 def in_order(key: Key) -> Key:
-    """The key of a backward. Hopper's own adds to dq in any order, unless torch has been asked for a fixed
-    one.
+    """Return the key of a backward, marked ``in_order`` if torch must be deterministic.
+
+    Otherwise the Hopper backward adds to dq in any order.
     """
     return key._replace(in_order=True) if torch.are_deterministic_algorithms_enabled() else key
 
 
 @remembered
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
-    """The launches of a backward."""
+    """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines and key.hopper
-    takes = takes and a.scale != 0 and has_gluon()  # by the scale it divides
+    takes = takes and a.scale != 0 and has_gluon()  # the Hopper backward divides by the scale
     config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
     if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):
         return passes.backward(x)
@@ -150,10 +157,11 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
 
 
 def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:
-    """Whether Hopper's backward runs the functions of a call.
+    """True if the Hopper backward supports the mask and score functions of a call.
 
-    In a fixed order, programs rely on bands. Atomics, by which what scores read learns, crash ptxas beside
-    products; and there is no room for scores, where a derivative needs them.
+    A fixed order of additions relies on bands, so it excludes functions. Gradients of tensors that a score
+    function reads need atomics, which crash ptxas next to wgmma. There is no room to keep the scores that
+    some derivatives need.
     """
     if in_order or not config.dq_registers:
         return False
@@ -164,27 +172,32 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     from ..kernels.hopper.backward.kernel import backward
     from ..kernels.hopper.backward.results import finish_queries
 
-    # As in a forward, and their queries and sums of dq are in the L2 cache too. In a fixed order few programs
-    # of a head should run at once, since they begin one after the other: full 8k d128 one head 470 TFLOP/s,
-    # two 489, four 513.
+    # Heads run together as in the forward, but the L2 cache also holds queries and the sums of dq. In a fixed
+    # order, programs of a head start one after another, so more heads should run together (full, 8k, d128):
+    #   heads      1    2    4
+    #   TFLOP/s  470  489  513
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)
     tiles, heads = x.blocks(x.s, config.block_m), x.rows * x.h
     sums = heads * tiles * config.block_m * (x.arguments["D_MAIN"] + x.arguments["D_TAIL"])
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
-    # After the program of the next keys, the shortest come first and none waits long: causal 8k d128 512
-    # TFLOP/s, the other way 426. Where heads share keys programs are few, and the longest must not be the
-    # last: GQA 4k 470 and 405.
+    # In a fixed order a program waits for the program of the next keys (1) or of the previous keys (-1). With
+    # 1, the shortest programs come first and none waits long. With GQA there are few programs, and the
+    # longest must not come last. TFLOP/s:
+    #                     1   -1
+    #   causal 8k d128  512  426
+    #   GQA 4k          405  470
     arguments["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     launched = LaunchConfig(config.block_m, 0, 1, 4)
-    # In a fixed order, a counter from which programs draw their work, and whose turn it is at each tile of
-    # sums.
+    # A fixed order also needs a work counter, and for each tile of sums the number of the program whose turn
+    # it is.
     room, programs = sums + (1 + heads * tiles) * in_order, pairs * x.blocks(x.t, ROWS * config.tiles)
     before, lists = None, 0
     if x.states is not None:
         found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
         before, lists, arguments = found.launch, found.numbers, arguments | found.arguments
-    # Of two kernels before it, one that starts early would wait for the last alone.
+    # A kernel that starts early waits only for the launch directly before it, so it must not start early
+    # after two of them.
     keys = Launch(backward, programs, arguments, launched, blocks, early=before is None)
     queries = Launch(finish_queries, heads * tiles, arguments, launched, early=True)
     variant = "ordered Hopper" if in_order else "Hopper"

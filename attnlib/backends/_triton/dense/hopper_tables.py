@@ -1,6 +1,4 @@
-"""Which calls run on Hopper's own kernels, and how those are launched: pure tables and rules. Imports no
-triton.
-"""
+"""Choose the dedicated Hopper kernels and their configurations. Pure tables; imports no Triton."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,15 +9,20 @@ from .tables import FEW_KEYS, DenseCase
 
 
 def _constants(config: NamedTuple) -> dict[str, int]:
-    """What a kernel is compiled for, by its parameters."""
+    """Return the constexpr arguments of a kernel, by name."""
     return {name.upper(): value for name, value in config._asdict().items()}
 
 
 class ForwardConfig(NamedTuple):
-    """Keys of a block, consumers of 64 queries each, slots of the rings, and registers of a thread.
+    """The configuration of the Hopper forward.
 
-    ``q_in_registers``: queries are read from shared memory once, not for every block. ``out_in_q``: a tile of
-    out takes the room of its queries.
+    Attributes:
+        block_n: keys per block.
+        consumers: consumer warpgroups, with 64 queries each.
+        q_slots, k_slots, v_slots: slots of the ring buffers.
+        q_in_registers: read queries from shared memory once, not for every block.
+        out_in_q: a tile of the output reuses the shared memory of its queries.
+        registers, producer_registers: registers per thread, of consumers and of the producer.
     """
 
     block_n: int
@@ -36,11 +39,16 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """Queries of a tile and keys of a program, slots of the ring of queries, and registers of a thread.
+    """The configuration of the Hopper backward.
 
-    Of 64 keys, one tile, one of two warpgroups makes dk and the other dv; of two tiles each makes both
-    gradients. ``by_rows``: a tile of dq is multiplied in halves of its queries, not of its channels.
-    ``dq_registers``: registers of a third warpgroup, which multiplies dq; 0: the two do.
+    Attributes:
+        block_m: queries per tile.
+        tiles: tiles of 64 keys per program. With one, the consumers compute dk and dv; with two, each
+            consumer computes both gradients of its tile.
+        slots: slots of the ring buffer of queries.
+        by_rows: compute a tile of dq in halves of its queries, not of its channels.
+        registers, producer_registers: registers per thread, of the two consumers and of the producer.
+        dq_registers: registers per thread of a third warpgroup, which computes dq; 0 if the consumers do.
     """
 
     block_m: int
@@ -54,19 +62,35 @@ class BackwardConfig(NamedTuple):
     constants = property(_constants)
 
 
-# Tables by the first minor version of Triton that they are for: a version uses the newest one that is not
-# above it. ptxas 13.4, which builds for Hopper from 3.9 on, keeps queries in registers twice, and so reads
-# and writes the stack 8 to 36 times in each trip; with three consumers 28 to 32 times. It does not where
-# queries stay in shared memory and two consumers have 240 registers each. It also makes more descriptors anew
-# in every trip (instructions of a trip, 3.9 and 3.6: d128 362 and 327, backward of 192/128 570 and 526, MLA
-# decode 512 and 422), most of which products hide. Microseconds, causal 8k, 16 heads, 3.9 and 3.6 in turns on
-# an H100, 2026-11: d128 425 and 422, backward 1,299 and 1,312; 192/128 506 and 505, backward 1,895 and 1,880;
-# MLA decode 150 and 147, of four tokens 470 and 436. d64, 32 heads, 612 and 556, full 1,174 and 1,031: two
-# consumers take 614 and 1,152 under 3.6 too; three 665 and 1,194 under 3.9, with queries in registers 631 and
-# 1,187, blocks of 64 keys 677 and 1,378.
+# Tables are indexed by the first Triton version they are for; a version uses the newest table not above it.
+#
+# From Triton 3.9 on, ptxas 13.4 builds for Hopper. If queries are in registers it keeps them twice, and
+# accesses the stack 8 to 36 times per loop trip (28 to 32 times with three consumers). It does not spill if
+# queries stay in shared memory and two consumers have 240 registers each. It also recomputes more descriptors
+# in every trip; products hide most of that. Instructions per trip:
+#                       3.9  3.6
+#   forward, d128       362  327
+#   backward, 192/128   570  526
+#   MLA decode          512  422
+# Microseconds, causal 8k, 16 heads, versions alternating on an H100, 2026-11:
+#                             3.9    3.6
+#   forward, d128             425    422
+#   backward, d128          1,299  1,312
+#   forward, 192/128          506    505
+#   backward, 192/128       1,895  1,880
+#   MLA decode                150    147
+#   MLA decode, 4 tokens      470    436
+# The forward of d64, 32 heads, is slower under 3.9 with every configuration tried (us):
+#                                     causal   full
+#   3.6, three consumers (its entry)     556  1,031
+#   3.6, two consumers                   614  1,152
+#   3.9, two consumers (its entry)       612  1,174
+#   3.9, three consumers                 665  1,194
+#   3.9, queries in registers            631  1,187
+#   3.9, blocks of 64 keys               677  1,378
 NEWEST = (3, 9)
-# By the widest head that fits; bf16 on an H200, 2026-11. TFLOP/s of the causal and the full 8k cases of
-# bench/cases.py.
+# Tables list (widest head, config), for bf16. Comments give TFLOP/s of the causal and the full 8k cases of
+# bench/cases.py on an H200, 2026-11.
 FORWARD = MappingProxyType(
     {
         (3, 6): (
@@ -83,18 +107,24 @@ FORWARD = MappingProxyType(
         ),
     }
 )
-# Functions of indices take registers that three consumers do not have.
+# Mask and score functions need more registers than three consumers leave, so d64 runs with two.
 FORWARD_FUNCTIONS = MappingProxyType(
     {
         (3, 6): ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[3, 6][1:]),
         NEWEST: FORWARD[NEWEST],
     }
 )
-# Tiles that a mask cuts spill with 128 keys, and more of what they read is hidden. Microseconds of the
-# forward with 128 and with 64 keys, causal 8k, 16 heads, H100, 2026-11, in 12 documents, a window of 1,024
-# and after a prefix of 1,000: d128 202, 201, 505 and 154, 183, 528; 192/128 198, 223, 604 and 172, 217, 626;
-# d64, 32 heads, 151, 151, 369 and 138, 153, 425; d256 with 64 and 32 keys 214, 306, 931 and 237, 337, 1,059.
-# Under 3.9 the same are faster.
+# With a mask function, partial tiles of 128 keys spill registers and read more hidden keys than tiles of 64.
+# Forward in us, causal 8k, 16 heads, H100, 2026-11; under Triton 3.9 the same tiles win:
+#                     keys  12 documents  window 1,024  prefix 1,000
+#   d128               128           202           201           505
+#                       64           154           183           528
+#   192/128            128           198           223           604
+#                       64           172           217           626
+#   d64, 32 heads      128           151           151           369
+#                       64           138           153           425
+#   d256                64           214           306           931
+#                       32           237           337         1,059
 FORWARD_MASKS = MappingProxyType(
     {
         version: (
@@ -106,39 +136,58 @@ FORWARD_MASKS = MappingProxyType(
         for version, table in FORWARD_FUNCTIONS.items()
     }
 )
-# Of 8 bits, whole calls; d128 full 8k 936 to 991 TFLOP/s where bf16 had 777 (a slot of values more: 982),
-# d256 causal 8k 1,036 to 1,085 and 723 (64 keys 857). 64 channels are no faster than bf16: 515.
+# fp8. TFLOP/s of whole calls; d64 is no faster than bf16:
+#                                fp8  bf16
+#   d128, full, 8k        936 to 991   777  (982 with one more slot of values)
+#   d256, causal, 8k  1,036 to 1,085   723  (857 with blocks of 64 keys)
+#   d64                          515
 FORWARD_FP8 = (
     (64, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
     (192, ForwardConfig(128, 2, 1, 4, 3, False, False, 240, 24)),
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
-# Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32
-# 586; MLA 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16
-# 428.
+# Heads run together as long as their keys and values take about this many bytes. TFLOP/s by the number of
+# heads that run together:
+#                       1    4   16   32
+#   full, d128, 8k    693  627       586
+#   full, MLA         742  653       608
+#   causal, d128, 8k  626  617       574
+#   causal, GQA, 4k   571  575       544
+#   causal, 1k        419       428
 L2 = 10 << 20
-# Adding dq from registers, not through shared memory: causal 8k d128 559 and 488 TFLOP/s, d64 475 and 433. By
-# a third warpgroup, with prepare and all: d128 full 8k 597, by the two 559; causal 577, 541; GQA 4k 535, 509;
-# 1k 331, 316; d64 full 516, 480, causal 478, 445. 64 queries a tile at d64: full 486. A third slot: d128 full
-# 543, causal 521 for 576.
+# dq is added from registers: causal 8k, d128 runs at 559 TFLOP/s and d64 at 475; through shared memory, at
+# 488 and 433. Up to d128 a third warpgroup computes dq. TFLOP/s, including `prepare`:
+#                    third warpgroup  two consumers
+#   d128, full, 8k               597            559
+#   d128, causal, 8k             577            541
+#   GQA, 4k                      535            509
+#   1k                           331            316
+#   d64, full                    516            480
+#   d64, causal                  478            445
+# Other trials: d64 with tiles of 64 queries, full 486; d128 with a third slot, full 543, causal 521 (576 with
+# two).
 BACKWARD = (
     (64, BackwardConfig(128, 2, 2, True, registers=216, dq_registers=64)),
     (128, BackwardConfig(64, 2, 2, False, registers=216, dq_registers=64)),
-    (192, BackwardConfig(64, 2, 2, False)),  # causal 8k 515; one tile of keys 401
+    (192, BackwardConfig(64, 2, 2, False)),  # causal 8k: 515 TFLOP/s; 401 with one tile of keys
     (256, BackwardConfig(64, 1, 2, False)),
 )
-# Bytes of keys and values of the heads that run together. Their queries, the gradient of their output and
-# their sums of dq take two or three times as many. Causal 1k: 8 MB 325 TFLOP/s, 16 MB 321, 24 MB 297; causal
-# 8k alike from 8 to 24. Full, the kernel alone, an earlier form: one head d64 486, d128 546; 24 MB 442, 531.
+# The L2 limit of heads that run together in the backward, where queries, output gradients and sums of dq take
+# two or three times as many bytes again. TFLOP/s; causal 8k does not differ between 8 and 24 MB. The full
+# cases time only the kernel, in an earlier version:
+#                one head  8 MB  16 MB  24 MB
+#   causal, 1k              325    321    297
+#   full, d64         486                 442
+#   full, d128        546                 531
 BACKWARD_L2 = 16 << 20
-NARROWEST = 64  # channels of a block that these kernels have layouts for
+NARROWEST = 64  # channels of the narrowest block these kernels support
 
 
 def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardConfig | None:
-    """How the forward of a call is launched; None where the plain kernel runs it.
+    """Return the configuration of the Hopper forward; None if the generic kernel runs.
 
-    ``triton``: the minor version of Triton, of which one that is not known has the entries of the newest
-    below it.
+    ``triton`` is Triton's version, (major, minor). An unknown version uses the entries of the newest known
+    version below it.
 
     >>> case = DenseCase(128, 128, 2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192, triton=(3, 6)).block_n, forward(case, keys=100, triton=(3, 6))
@@ -147,9 +196,14 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
     [True, False, False]
     """
     main, _, value = widths(case.head_dim, case.value_dim)
-    # Milliseconds of the plain kernel and of this one, causal 8k: tanh at d64 1.54 and 2.54, at d128 2.70 and
-    # 2.99; ALiBi by function at d128 1.37 and 0.98, d64 32k 5.94 and 7.34. What is read at each pair decides:
-    # 5.57 and 0.90.
+    # The generic kernel is faster for some score functions, but not if a function loads a value per query-key
+    # pair. Milliseconds, causal 8k unless noted:
+    #                           generic  Hopper
+    #   tanh, d64                  1.54    2.54
+    #   tanh, d128                 2.70    2.99
+    #   ALiBi function, d128       1.37    0.98
+    #   ALiBi function, d64, 32k   5.94    7.34
+    #   loads per pair             5.57    0.90
     if case.changed and not case.gathers and (case.exponentials or main <= 64):
         return None
     of_functions = FORWARD_FUNCTIONS if case.changed else FORWARD_MASKS
@@ -160,21 +214,20 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
 
 
 def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardConfig | None:
-    """How the backward of a call is launched; None where the two plain passes run it.
+    """Return the configuration of the Hopper backward; None if the two generic passes run.
 
-    ``in_order``: programs add to dq in a fixed order. Heads in two blocks then take the two passes: MLA,
-    causal 8k, 429 TFLOP/s, in order 365 in an earlier form.
+    With ``in_order``, programs add to dq in a fixed order. Heads that need two blocks then use the generic
+    passes, which are faster: MLA, causal 8k, 429 TFLOP/s, where an earlier ordered Hopper kernel had 365.
     """
     main, tail, value = widths(case.head_dim, case.value_dim)
     runs = value == main and case.itemsize == 2 and not (tail and in_order)
     config = _fitting(BACKWARD, case, keys) if runs else None
-    # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every
-    # step.
+    # A softcap needs registers that two tiles of keys do not leave: at least 70 words would spill per step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
-    """The newest table that is not above a version of Triton; the oldest for one below them all."""
+    """Return the newest table that is not above this version of Triton, or else the oldest table."""
     return tables[max((version for version in tables if version <= triton), default=min(tables))]
 
 

@@ -1,4 +1,4 @@
-"""Launches that find which tiles a mask by function hides, cuts or shows whole, and list those to visit."""
+"""Launches that classify the tiles of a mask function as hidden, partial or full, and list those to visit."""
 
 from math import prod
 from typing import NamedTuple
@@ -11,8 +11,9 @@ from .shapes import DenseShapes
 
 
 class Lists(NamedTuple):
-    """The launch that makes ``lists``, so many numbers of int32, and what kernels need to find their lines in
-    it.
+    """The launch that lists the tiles to visit, with the size and the strides of its output.
+
+    ``numbers`` is the size of ``lists`` in int32 values; ``arguments`` has the strides of its rows.
     """
 
     launch: Launch
@@ -21,12 +22,12 @@ class Lists(NamedTuple):
 
 
 def states(x: DenseShapes) -> Launch:
-    """The launch that makes ``states``, int8 ``x.states``."""
+    """Return the launch that classifies tiles into ``states``, int8 of shape ``x.states``."""
     return classify(x.states, tables.GRAIN, x.arguments | _counts(x, *x.states[:2]))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
-    """How tiles are listed for each block of queries; ``by_keys``, for each block of keys."""
+    """Return the launch that lists the tiles of each block of queries, or with ``by_keys`` of keys."""
     from ..kernels.mask_tiles import HEADER, list_tiles
 
     group = x.h // x.g if by_keys else 1
@@ -56,6 +57,6 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
 
 
 def _counts(x: DenseShapes, sequences: int, planes: int) -> dict[str, int]:
-    """The sequences and heads that differ; of what is packed, each sequence does."""
+    """Return launch arguments: the number of sequences and heads whose tiles differ, and the tile grid."""
     batch = x.batch if x.packed else sequences
     return {"batch": batch, "planes": planes, "columns": x.states[3], "GRAIN": tables.GRAIN}

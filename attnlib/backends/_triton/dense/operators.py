@@ -1,4 +1,4 @@
-"""Dense and packed attention by Triton kernels: one FlashAttention core, forward and backward."""
+"""Dense and packed attention in Triton: the torch operators, forward and backward (FlashAttention)."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,9 @@ from . import hopper as variants
 
 
 class Dense:
-    """Attention without a cache, as operators of this name; ``hopper`` says whether Hopper's own kernels may
-    run.
+    """The operators for attention without a cache, registered under ``name``.
+
+    ``hopper`` allows the dedicated Hopper kernels.
     """
 
     def __init__(self, name: str, *, hopper: bool):
@@ -29,14 +30,14 @@ class Dense:
         self.operators = Operators(name, self._forward, self._backward)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Dense or packed attention and its LSE."""
+        """Run a dense or packed call: return its attention and the LSE."""
         a = flat(call)
         if a.mask_program is not None and not are_watched(a.q, a.k, a.v):  # once for forward and backward
             a = self._with_tiles(readable(a))
         return self.operators(a, grad=call.spec.grad)
 
     def variant(self, call: Call) -> str:
-        """Which kernels run a call."""
+        """Return the name of the kernels that run a call, of both directions if they differ."""
         a = flat(call)
         forward = variants.forward(self._key(a)).variant
         if not call.spec.grad:
@@ -46,12 +47,15 @@ class Dense:
         return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     def prepare(self, call: Call) -> Run | None:
-        """What runs a call again, on tensors of the same layouts, without optional ones but descales."""
-        # Products of fp32 are what torch's settings decide.
+        """Return a function that repeats a call on tensors of the same layouts; None if impossible.
+
+        The function takes no optional tensors except descales.
+        """
+        # The precision of fp32 products depends on a torch setting that may change between calls.
         if call.spec.strided or call.spec.dtype == torch.float32 or not (call.q.numel() and call.v.numel()):
             return None
         given = flat(call)
-        # What is prepared keeps no tensor of a call.
+        # The cached call must not keep this call's tensors alive.
         a = given._replace(q=None, k=None, v=None, **dict.fromkeys(Descales._fields))
         run = self._repeated(given, a)
         if not call.spec.grad:
@@ -59,7 +63,10 @@ class Dense:
         return self.operators.repeated(run, _RepeatedBackward(self._key(given), given, a), a, lse=call.lse)
 
     def _repeated(self, given: Arguments, a: Arguments) -> Run:
-        """The forward of a call like ``given``; all but q, k, v and their descales is in ``a``."""
+        """Return a function that repeats the forward of ``given`` on new q, k, v and descales.
+
+        ``a`` has all other arguments.
+        """
         q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
         blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
@@ -95,7 +102,7 @@ class Dense:
         return key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
 
     def _with_tiles(self, a: Arguments) -> Arguments:
-        """The arguments, with what tells the tiles of a mask by function apart."""
+        """Return the arguments; with a mask function, its tiles are classified in ``mask_tiles``."""
         if a.mask_program is None or a.mask_tiles is not None:
             return a
         launch, shape = variants.states(self._key(a))
@@ -134,12 +141,12 @@ class Dense:
         lse: Tensor,
         dcaptured: Tensor,
     ) -> tuple:
-        """The gradients of q, k and v, that of the slopes of each sequence or None, and delta."""
+        """Return the gradients of q, k and v, the slope gradients per sequence or None, and delta."""
         if not dout.is_contiguous() or dout.data_ptr() & 15:
             dout = dout.clone(memory_format=torch.contiguous_format)
         plan = variants.backward(variants.in_order(key), layout(dout), layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-        # Some programs write none.
+        # Zeros, since some programs write no partial slope gradient.
         dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         tensors = a._asdict() | {
@@ -161,7 +168,10 @@ class Dense:
 
 
 class _RepeatedBackward:
-    """The backward of a call like ``given``, by launches planned once; all but q, k and v is in ``a``."""
+    """The cached backward of a call: it repeats the launches for ``given`` on new q, k and v.
+
+    ``a`` has all other arguments.
+    """
 
     def __init__(self, key: Key, given: Arguments, a: Arguments):
         self._key, self._arguments = key, a._asdict() | {"dlse": None, "dslopes": None, "lists": None}
@@ -170,17 +180,16 @@ class _RepeatedBackward:
         lse = contiguous((*batch, h, s), torch.float32)
         self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
-        self._rows = -(-math.prod(lse.shape) // 4) * 4  # in which every line begins at a multiple of 16 bytes
-        self._planned: dict[
-            bool, tuple[Repeated, Callable[[], Tensor]]
-        ] = {}  # by whether torch wants it deterministic
+        self._rows = -(-math.prod(lse.shape) // 4) * 4  # rounded up to 16 bytes
+        # By torch's deterministic setting: the launches, and a function that allocates their buffer.
+        self._planned: dict[bool, tuple[Repeated, Callable[[], Tensor]]] = {}
 
     def __call__(
         self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The gradients of q, k and v; None where these launches cannot run.
+        """Return the gradients of q, k and v; None if the cached launches cannot run.
 
-        Hooks may give back what was saved with other strides.
+        They require the original strides, and saved-tensor hooks may return tensors with others.
         """
         if (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()) != self._strides:
             return None
@@ -205,16 +214,14 @@ class _RepeatedBackward:
 
 
 def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
-    """What says which tiles a mask by function hides, and room to list those to visit."""
+    """Return the classified tiles of a mask function, and a new buffer for the lists of tiles to visit."""
     return {"states": a.mask_tiles, "lists": a.q.new_empty(numbers, dtype=torch.int32) if numbers else None}
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
-    """What programs ``[h, blocks]`` found of the slopes' gradient, added up for each packed sequence, ``[b,
-    h]``.
-    """
-    # Sequence n owns programs from cu[n] // block + n on. A product with ones has a fixed order of sums. What
-    # is not finite is counted apart, since 0 times it is NaN.
+    """Sum the partial slope gradients ``[h, blocks]`` of packed sequences into ``[b, h]``."""
+    # Sequence n owns the programs from cu[n] // block + n on. A matrix product with 0 and 1 sums in a fixed
+    # order. Non-finite values are counted separately, since 0 times them is NaN.
     firsts = cu_q // block + torch.arange(len(cu_q), device=cu_q.device, dtype=torch.int32)
     at = torch.arange(shares.shape[-1], device=firsts.device)[:, None]
     owned = ((at >= firsts[:-1]) & (at < firsts[1:])).double()

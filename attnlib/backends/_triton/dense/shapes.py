@@ -1,4 +1,4 @@
-"""From the shapes of a call to its launches: pure, and remembered, since calls come in few shapes."""
+"""The shapes of a call without a cache, and the launch arguments derived from them."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,19 @@ from ..launching.launch import Block, Launch
 from ..launching.layouts import Key, Layout, contiguous, has_slopes, hides_nothing, is_plain, scoring, strides
 from . import tables
 
-PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
+PREPARED = LaunchConfig(32, 0, 1, 4)  # tiles of `prepare`, the first backward kernel, which reads no keys
 
 
 class DenseShapes:
-    """The shapes of a call, and by name what its kernels are launched with."""
+    """The shapes of a forward call, and the launch arguments of its kernels by name."""
 
     def __init__(self, key: Key):
         a = key.layouts
         (self.s, self.h, d), (self.t, self.g), e = a.q.shape[-3:], a.k.shape[-3:-1], a.v.shape[-1]
         self.packed = a.cu_seqlens_q is not None
         self.batch = a.cu_seqlens_q.shape[0] - 1 if self.packed else a.q.shape[0]
-        self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
+        # Keys per sequence; if packed, their mean.
+        self.length = self.t // max(1, self.batch) if self.packed else self.t
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
             plain=is_plain(a),
@@ -36,9 +37,10 @@ class DenseShapes:
             if x.strides[-3] >= tables.FARTHEST:
                 apart = f"rows of {name} lie {x.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
-        # Whether every block of queries sees as many keys as any other.
+        # True if all blocks of queries see the same number of keys.
         self.are_alike = hides_nothing(a) and not self.packed
-        self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
+        # True if key bounds or origins may differ between sequences.
+        self.bounded = not (a.key_starts is a.key_ends is a.origin is None)
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = (
             None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
@@ -53,22 +55,22 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
-            "room": None, "stride_list_b": None, "stride_list_h": None,  # unless tiles are sparse
+            "room": None, "stride_list_b": None, "stride_list_h": None,  # set only for sparse tiles
         }  # fmt: skip
 
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
-        """The shape of what tells tiles of a mask apart; 1 where all sequences or all heads see the same."""
+        """Return the shape of the classified tiles; 1 for sequences or heads if all of them share a mask."""
         read = program.read
         sequences = self.batch if not self.packed and ("b" in read or has_origin) else 1
         heads = self.h if "h" in read else 1
         return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:
-        """Programs along a sequence; packed, along all, with a partial block for each."""
+        """Return the blocks of a sequence; if packed, of all sequences, each with a partial block."""
         return length // block + self.batch + 1 if self.packed else -(-length // block)
 
     def waves(self, heads: int, cache: int = tables.L2) -> tuple[int, int]:
-        """Heads of all sequences, or of what is packed; and how many of them run together."""
+        """Return the number of (sequence, head) pairs, and how many of them run together."""
         pairs, group = heads if self.packed else self.batch * heads, heads // self.g
         if self.packed:
             return pairs, pairs
@@ -77,7 +79,7 @@ class DenseShapes:
     def launch(
         self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False
     ) -> Launch:
-        """The launch with a program for each block of queries, or of keys, of each head of a sequence."""
+        """Return a launch: one program per block of queries and head, or per block of keys and KV head."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
@@ -96,11 +98,11 @@ class DenseShapes:
 
 
 class BackwardShapes(DenseShapes):
-    """The shapes of a backward, and by name what its kernels are launched with."""
+    """The shapes of a backward call, and the launch arguments of its kernels by name."""
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        # Which a transform did not tell before.
+        # Checked here as well, since under a transform the forward does not know of the backward.
         if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
             raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
@@ -113,7 +115,7 @@ class BackwardShapes(DenseShapes):
         }  # fmt: skip
 
     def prepare(self) -> Launch:
-        """The launch that makes lse2 and delta."""
+        """Return the launch that writes lse2 and delta."""
         from ..kernels.backward import prepare
 
         return Launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), self.arguments, PREPARED)

@@ -1,9 +1,8 @@
-"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in
-pages.py.
+"""GQA decoding over int8 or fp8 pages for Hopper, in Gluon: one program per SM, as in pages.py.
 
-A producer warp loads what eight KV heads store of 32 tokens, and the scales, by descriptors. Each of eight
-warps has a KV head, and takes the tokens in two groups. Pairs of stored bytes are read from shared memory as
-the 16 bits that a product takes in registers, and become even and odd channels in fp16 there.
+A producer warp loads tiles of 32 tokens and eight KV heads, and their scales, by TMA. Each of eight consumer
+warps has one KV head, and processes the tokens in two groups of 16. A warp reads pairs of stored bytes from
+shared memory as 16-bit operands, and converts them to even and odd channels in fp16, in registers.
 """
 
 from typing import NamedTuple
@@ -34,13 +33,15 @@ from .shared import (
     tokens_in,
 )
 
-WARPS: gl.constexpr = gl.constexpr(8)  # and KV heads
-TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile
+WARPS: gl.constexpr = gl.constexpr(8)  # one per KV head
+TILE: gl.constexpr = gl.constexpr(32)  # tokens per tile
 
 
 class ScaledPagesShared(NamedTuple):
-    """Shared memory: boxes of 16 tokens, two of keys and two of values a slot; their scales; barriers of
-    loads.
+    """Shared memory of the program.
+
+    A slot has four boxes of 16 tokens: two of keys, then two of values. ``scales`` has their scales, and
+    ``full`` the mbarriers of the loads.
     """
 
     boxes: gl.shared_memory_descriptor
@@ -49,7 +50,9 @@ class ScaledPagesShared(NamedTuple):
 
 
 class EvenOddSums(NamedTuple):
-    """The sums of even and of odd channels, ``[head, row, HALF]``; of weights by place in a group; the
+    """The running sums of even and odd channels ``[head, row, HALF]``, and the softmax state.
+
+    ``l_i`` sums probabilities per token position in a group, ``[head, row, token]``; ``m_i`` is the running
     maximum.
     """
 
@@ -61,7 +64,7 @@ class EvenOddSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, sizes):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
     first, tiles = tiles_of(split, TILE)
     head, n = split.head * WARPS, first * TILE
@@ -83,15 +86,16 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
             async_load(v_desc, [head, row, 0], full, shared.boxes.index(number + 2))
             async_load(v_scale_desc, [row, head], full, shared.scales.index(number + 2))
         entries = following
-    # A barrier that is left half full would hang the next program.
+    # Complete every named barrier: a half-full one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit
 def load_queries(queries, split, call, sizes):
-    """Even and odd channels of all rows in the range of fp16, ``[head, row, HALF]``; what undoes the scale of
-    each.
+    """Load queries: even and odd channels ``[head, row, HALF]`` in fp16, and a factor per row.
+
+    Rows are scaled by powers of two into the range of fp16; the factor undoes that.
     """
     LEFT: gl.constexpr = factor_of(WARPS, 0)
     head, token = rows_in(0, split, call, gl.SliceLayout(2, LEFT), sizes)
@@ -110,14 +114,16 @@ def load_queries(queries, split, call, sizes):
 
 @gluon.jit
 def scale_of(scales):
-    """The scales of a group's tokens, ``[head, token]``."""
+    """Load the scales of a group of tokens, ``[head, token]``, from shared memory."""
     return scales.permute((1, 0)).load(gl.SliceLayout(1, sums_of(WARPS)))
 
 
 @gluon.jit
 def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
-    """Scores of a group of tokens from ``n`` on, which grow by the exponents of values' scales; what undoes
-    that for weights, and what is left of the scales; and pairs of values.
+    """Return the scores of a group of tokens from ``n`` on, and what :func:`add_tile` needs of the values.
+
+    Scores include the exponents of the values' scales. The other results are the factor that removes these
+    exponents from probabilities, the rest of the scales, and the values in pairs of bytes.
     """
     SUMS: gl.constexpr = sums_of(WARPS)
     RIGHT: gl.constexpr = factor_of(WARPS, 1)
@@ -144,7 +150,7 @@ def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, S
 
 @gluon.jit
 def add_values(even, odd, weights, values, STORED: gl.constexpr):
-    """The sums of even and of odd channels with weighed values."""
+    """Add values, weighted by probabilities, to the sums of even and odd channels."""
     weights = gl.convert_layout(weights.to(gl.float16), factor_of(WARPS, 0))
     v_even, v_odd = both_factors(values, STORED, True)
     return mma_v2(weights, v_even, even), mma_v2(weights, v_odd, odd)
@@ -152,7 +158,7 @@ def add_values(even, odd, weights, values, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(state, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
-    """The sums with a tile, from token ``n`` on."""
+    """Add the tile of tokens from ``n`` on to the running sums."""
     s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, shared, STORED, sizes)
     s_b, inverse_b, rest_b, v_b = scores(
         1, q, slot, n + TOKENS, i, modifiers, band, split, shared, STORED, sizes
@@ -167,7 +173,7 @@ def add_tile(state, q, slot, n, i, modifiers, band, split, shared, STORED: gl.co
 
 @gluon.jit
 def store(state, band, split, call, results, sizes):
-    """Store the sums of all heads, channels in order."""
+    """Write the results of all heads, with even and odd channels interleaved again."""
     acc = gl.join(state.even, state.odd).reshape([WARPS, M, 2 * HALF])
     BY_ROW: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     l_i, m_i = gl.convert_layout(gl.sum(state.l_i, 2), BY_ROW), gl.convert_layout(state.m_i, BY_ROW)
@@ -180,7 +186,7 @@ def store(state, band, split, call, results, sizes):
 
 @gluon.jit
 def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
-    """Attention of the rows of every KV head over all tiles, and its results."""
+    """Run the consumer: compute attention over all tiles of the split, and write the results."""
     SUMS: gl.constexpr = sums_of(WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
     even, odd, gain = load_queries(queries, split, call, sizes)
@@ -209,13 +215,13 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
         state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, shared, STORED, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
     store(state, band, split, call, results, sizes)
 
 
 @gluon.jit
 def allocate_int8_fp8(dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate the shared memory of a program."""
+    """Allocate the shared memory of a program, with ``STAGES`` slots."""
     BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], dtype)
     SCALES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, WARPS], gl.float32)
     return ScaledPagesShared(
@@ -230,7 +236,7 @@ def decode_int8_fp8(
     k_desc, v_desc, k_scale_desc, v_scale_desc, queries, split, call, results, shared,
     STORED: gl.constexpr, sizes,
 ):  # fmt: skip
-    """Run a consumer of eight warps and a producer warp."""
+    """Run a consumer of eight warps and a producer warp (warp specialization)."""
     gl.warp_specialize(
         [
             (consume, (queries, split, call, results, shared, STORED, sizes)),

@@ -1,8 +1,7 @@
-"""GQA decoding for Hopper, in Gluon: one program an SM, which reads a split of one sequence, for all KV heads
-that lie side by side.
+"""The GQA decode kernel for Hopper, in Gluon: one program per SM.
 
-The cache says what it stores: 16-bit keys and values, or int8 or fp8. A program runs ``pages.py`` or
-``int8_fp8.py``.
+A program reads a split of one sequence, for several adjacent KV heads. It runs ``pages.py`` over a 16-bit
+cache, and ``int8_fp8.py`` over an int8 or fp8 cache.
 """
 
 from triton.experimental import gluon
@@ -28,11 +27,10 @@ def decode_gqa(
     schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
     KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a
-    program.
+    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    A cache in int8 or fp8 has scales, and eight KV heads a program. All other parameters are the same as in
-    the generic kernel.
+    A program has ``HEADS`` KV heads; over an int8 or fp8 cache, which needs scales, it has eight. The other
+    parameters are those of the generic decode kernel.
     """
     schedule_ptr += schedule_offset
     if SCHEDULED:

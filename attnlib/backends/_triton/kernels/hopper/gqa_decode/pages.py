@@ -1,9 +1,8 @@
-"""Decoding over pages of keys and values for Hopper, in Gluon: one program an SM, at the cache's bandwidth.
+"""GQA decoding over 16-bit pages for Hopper, in Gluon: one program per SM, bound by memory bandwidth.
 
-A producer warp loads what neighbouring KV heads store of the same tokens, which lies side by side, by
-descriptors. Eight warps share out the heads, and 16 tokens of a tile each, and have sums of their own: a warp
-waits for tiles, and never for another warp. More than 16 rows of queries are two consumers' of four warps
-each.
+A producer warp loads the same tokens of adjacent KV heads by TMA. Each of eight consumer warps has one head
+and 16 tokens of every tile, and keeps its own running sums, so it waits for tiles but never for another warp.
+With more than 16 query rows, there are two consumers of four warps, with 16 rows each.
 """
 
 from triton.experimental import gluon
@@ -36,7 +35,7 @@ from .shared import (
 
 @gluon.jit
 def load_queries(number: gl.constexpr, half: gl.constexpr, queries, split, call, sizes):
-    """Half of the channels of all rows, ``[warp, row, HALF]``, zeros beyond the last row."""
+    """Load half of the channels of all query rows, ``[warp, row, HALF]``, with zeros after the last row."""
     LEFT: gl.constexpr = factor_of(sizes.WARPS, 0)
     head, token = rows_in(number, split, call, gl.SliceLayout(2, LEFT), sizes)
     at = split.plane * queries.stride_qb + head * queries.stride_qh
@@ -50,7 +49,7 @@ def load_queries(number: gl.constexpr, half: gl.constexpr, queries, split, call,
 
 @gluon.jit
 def both_halves(boxes, number, KEYS: gl.constexpr, sizes):
-    """Both halves of the keys or values of a tile, as second factors."""
+    """Load both channel halves of a tile's keys or values, as the right operands of products."""
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
     left, right = boxes.index(number), boxes.index(number + 1)
     if KEYS:
@@ -60,7 +59,7 @@ def both_halves(boxes, number, KEYS: gl.constexpr, sizes):
 
 @gluon.jit
 def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
-    """The sums with a tile, from token ``n`` on."""
+    """Add the tile of tokens from ``n`` on to the running sums."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
     TILE: gl.constexpr = tokens_of_tile(sizes)
@@ -86,7 +85,7 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
-    """Attention of 16 rows of every KV head over all tiles, and its results."""
+    """Run consumer ``number``: attention of 16 query rows per KV head over all tiles, and its results."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
     SLOTS: gl.constexpr = shared.full.shape[0]
@@ -115,7 +114,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
         state = add_tile(state, (left, right), n, i, modifiers, band, split, shared.boxes, slot * 4, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
     if sizes.WARPS == sizes.HEADS:
         store_per_head(number, state, band, split, call, results, sizes)
     else:
@@ -124,7 +123,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
 
 @gluon.jit
 def allocate_pages(dtype: gl.constexpr, sizes, STAGES: gl.constexpr):
-    """Allocate the shared memory of a program."""
+    """Allocate the shared memory of a program, with ``STAGES`` slots."""
     BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([sizes.WARPS, TOKENS, HALF], dtype)
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return PagesShared(
@@ -136,7 +135,7 @@ def allocate_pages(dtype: gl.constexpr, sizes, STAGES: gl.constexpr):
 
 @gluon.jit
 def decode_pages(k_desc, v_desc, queries, split, call, results, shared, sizes):
-    """Run a consumer of eight warps, or two of four, and a producer warp."""
+    """Run one consumer of eight warps or two consumers of four, and a producer warp."""
     if sizes.BLOCK_M == M:
         gl.warp_specialize(
             [

@@ -1,4 +1,4 @@
-"""How the consumers of a cache's pages end: they join what several warps have of a KV head, and store it."""
+"""The epilogue of the GQA consumers: join the sums of warps that share a KV head, and write results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,15 +12,17 @@ from .shared import HALF, M, channels, sums_of, threads_of
 
 @gluon.jit
 def finish(l_i, m_i, h, r, band, split, call, results, sizes):
-    """Store the LSE of rows ``r`` of KV heads ``h``; what their sums are to be multiplied by, and where they
-    go.
+    """Write the LSE of rows ``r`` of KV heads ``h``, and return how to write their output.
+
+    Returns the factor that normalizes a row's sums, the row's offset in ``out``, its offset in the buffer for
+    partial results, and the mask of valid rows.
     """
     query, head = (split.start + r) // call.group, (split.head * sizes.HEADS + h) * call.group
     head += (split.start + r) % call.group
     valid, token = (query < split.count) & (h >= 0), (split.row + query).to(gl.int64)
     share = gl.where(sees_any(split.length - split.count + query, band), 1.0, 0.0)
     m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-    if call.sinks_ptr is not None:  # splits get it when they have been joined
+    if call.sinks_ptr is not None:  # if the sequence is split, `combine` adds the sink
         mine = valid & (split.splits == 1) & (split.sequence < call.batch)
         sink = gl.load(call.sinks_ptr + head, mask=mine, other=float("-inf")).to(gl.float32)
         keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
@@ -38,7 +40,10 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
 
 @gluon.jit
 def store_channels(acc, c, rows, split, results):
-    """Store channels ``c`` of rows, times their share, or as a split. A share of 0 makes anything 0."""
+    """Multiply channels ``c`` of rows by the rows' shares, and write them to ``out`` or as partial results.
+
+    A share of 0 gives 0, even for NaN or infinity.
+    """
     AXIS: gl.constexpr = len(acc.shape) - 1
     share, at, line, valid = rows
     share = gl.expand_dims(share, AXIS)
@@ -56,7 +61,7 @@ def store_channels(acc, c, rows, split, results):
 
 @gluon.jit
 def store_per_head(number: gl.constexpr, state, band, split, call, results, sizes):
-    """Store the sums of warps that have a KV head each."""
+    """Write the results if each warp has a KV head of its own."""
     BY_ROW: gl.constexpr = gl.SliceLayout(2, sums_of(sizes.WARPS))
     h = gl.arange(0, sizes.WARPS, gl.SliceLayout(1, BY_ROW))[:, None]
     r = number * M + gl.arange(0, M, gl.SliceLayout(0, BY_ROW))[None, :]
@@ -68,7 +73,7 @@ def store_per_head(number: gl.constexpr, state, band, split, call, results, size
 
 @gluon.jit
 def store_joined(number: gl.constexpr, state, band, split, call, results, shared, sizes):
-    """Join the sums of all parts of tiles through shared memory, and store them."""
+    """Join the sums of warps that share a KV head through shared memory, and write the results."""
     PARTS: gl.constexpr = sizes.WARPS // sizes.HEADS
     ROWS: gl.constexpr = sizes.HEADS * M
     OF: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 2, 16], [1, sizes.WARPS, 1], [2, 1, 0])

@@ -1,4 +1,4 @@
-"""What a program decodes of a cache's pages for Hopper, and how its producer warp loads that."""
+"""Shared by the GQA decode kernels for Hopper: sizes, layouts, and the producer warp of 16-bit pages."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..primitives import FIRST, async_load, barrier_sync, reinterpret
 from ..splits import entry_of, row_of, tiles_of
 
-M: gl.constexpr = gl.constexpr(16)  # rows of queries of a KV head that a warp multiplies
-TOKENS: gl.constexpr = gl.constexpr(16)  # of a warp's part of a tile
-HALF: gl.constexpr = gl.constexpr(64)  # channels come in halves
-BOX: gl.constexpr = gl.constexpr(2048)  # bytes of a box of 16 tokens and 64 channels of 16 bits
+M: gl.constexpr = gl.constexpr(16)  # query rows per KV head in a warp
+TOKENS: gl.constexpr = gl.constexpr(16)  # tokens of a tile per warp
+HALF: gl.constexpr = gl.constexpr(64)  # channels in half of a head
+BOX: gl.constexpr = gl.constexpr(2048)  # bytes of 16 tokens x 64 channels in 16 bits
 
 
 class ProgramSizes(NamedTuple):
-    """Warps of a consumer, KV heads that they share out, tokens of a page, rows of a program."""
+    """The sizes of a program: warps per consumer, KV heads, tokens per page, and query rows."""
 
     WARPS: gl.constexpr
     HEADS: gl.constexpr
@@ -25,7 +25,7 @@ class ProgramSizes(NamedTuple):
 
 
 class PagesShared(NamedTuple):
-    """Shared memory: boxes of keys and values, weights and maxima of all warps, barriers of loads."""
+    """Shared memory: tiles of keys and values, softmax maxima and sums per warp, mbarriers of loads."""
 
     boxes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
@@ -34,31 +34,31 @@ class PagesShared(NamedTuple):
 
 @gluon.constexpr_function
 def sums_of(warps):
-    """The layout of products, ``[warp, row, token or channel]``."""
+    """Return the layout of products ``[warp, row, token or channel]``."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def factor_of(warps, number):
-    """The layout of a first or second factor."""
+    """Return the layout of the left (0) or right (1) operand of a product."""
     return gl.DotOperandLayout(number, sums_of(warps), 2)
 
 
 @gluon.constexpr_function
 def tokens_of_tile(sizes):
-    """Tokens of a tile."""
+    """Return the tokens per tile: 16 for each warp of a KV head."""
     return sizes.WARPS // sizes.HEADS * TOKENS
 
 
 @gluon.constexpr_function
 def threads_of(sizes):
-    """Threads of consumers and the producer."""
+    """Return the number of threads of all consumers and the producer."""
     return (sizes.WARPS * sizes.BLOCK_M // M + 1) * 32
 
 
 @gluon.jit
 def entries_at(n, split, call, sizes):
-    """The entries for all parts of the tile from token ``n`` on."""
+    """Load the page-table entries for each group of 16 tokens in the tile from token ``n`` on."""
     entries = ()
     for part in gl.static_range(sizes.WARPS // sizes.HEADS):
         entries = entries + (entry_of(n + part * TOKENS, split, call, sizes.PAGE),)  # noqa: RUF005
@@ -67,7 +67,7 @@ def entries_at(n, split, call, sizes):
 
 @gluon.jit
 def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
-    """Load 16 rows of a plane, which are this part of a tile."""
+    """Start the TMA loads of a group of 16 tokens, both channel halves, into a tile."""
     shape: gl.constexpr = [sizes.WARPS // sizes.HEADS, sizes.HEADS, TOKENS, HALF]
     for half in gl.static_range(2):
         box = reinterpret(boxes.index(number + half), boxes.dtype, shape, desc.layout).index(part)
@@ -76,7 +76,7 @@ def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
 
 @gluon.jit
 def produce(k_desc, v_desc, split, call, shared, sizes):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
     TILE: gl.constexpr = tokens_of_tile(sizes)
     first, tiles = tiles_of(split, TILE)
@@ -94,14 +94,14 @@ def produce(k_desc, v_desc, split, call, shared, sizes):
             load_part(k_desc, shared.boxes, number, part, head, row, full, sizes)
             load_part(v_desc, shared.boxes, number + 2, part, head, row, full, sizes)
         entries = following
-    # A barrier that is left half full would hang the next program.
+    # Complete every named barrier: a half-full one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit
 def tokens_in(LAYOUT: gl.constexpr, sizes):
-    """The tokens of a tile by number, ``[warp, token]``."""
+    """Return the token offsets in a tile, ``[warp, token]``."""
     warp, token = (
         gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)),
         gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT)),
@@ -111,7 +111,7 @@ def tokens_in(LAYOUT: gl.constexpr, sizes):
 
 @gluon.jit
 def rows_in(number: gl.constexpr, split, call, LAYOUT: gl.constexpr, sizes):
-    """The query heads of all rows of a consumer, ``[warp, row]``; and the query tokens of those of a warp."""
+    """Return the query head of each row of a consumer, ``[warp, row]``, and its query token, ``[row]``."""
     head = split.head * sizes.HEADS + gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)) % sizes.HEADS
     r = split.start + number * M + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     return (head * call.group)[:, None] + (r % call.group)[None, :], r // call.group
@@ -119,5 +119,5 @@ def rows_in(number: gl.constexpr, split, call, LAYOUT: gl.constexpr, sizes):
 
 @gluon.jit
 def channels(half: gl.constexpr, LAYOUT: gl.constexpr):
-    """The channels of a half."""
+    """Return the channel numbers of a half (0 or 1)."""
     return gl.arange(0, HALF, LAYOUT) + half * HALF

@@ -1,6 +1,4 @@
-"""Warps that load latents in int8 or fp8 for rows_64.py, and leave them in shared memory as 16-bit
-numbers.
-"""
+"""The producer warps of rows_64.py over an int8 or fp8 cache: they convert latents to 16 bits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,9 +8,9 @@ from ..primitives import async_load, barrier_sync, reinterpret
 from ..splits import TOKENS, entry_of, tiles_of
 from .shared import HALF, TAIL, first_entry, row_of_tile
 
-WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
-# A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks
-# apart.
+WORDS: gl.constexpr = gl.constexpr(32)  # four bytes each: a quarter of the channels
+# A thread turns 16 bytes into 32. Four threads write a line of 128 bytes, and eight write two lines, which
+# swizzling places in different banks.
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
@@ -32,15 +30,19 @@ def _scaled(stored, dtype):
 
 @gluon.jit
 def rows_from(row, call):
-    """The rows of the planes from one on that a tile has, those of a contiguous cache's last page that there
-    are.
+    """Return the plane rows of a tile that begins at ``row``, limited to existing rows.
+
+    The last tile of a contiguous cache may reach beyond the planes.
     """
     return gl.minimum(row + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), call.pages * call.page_rows - 1)
 
 
 @gluon.jit
 def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
-    """A quarter of the channels of a tile, in words: Triton would take a register for each byte."""
+    """Load a quarter of a tile's channels as 32-bit words.
+
+    With byte loads, Triton would use a register per byte.
+    """
     c = QUARTER * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     words = k_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     return gl.load(words + (rows.to(gl.int64)[:, None] * (4 * WORDS) + c[None, :]))
@@ -48,7 +50,7 @@ def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
 
 @gluon.jit
 def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
-    """Leave bytes times their scales in shared memory, as the first or the second quarter of a half."""
+    """Multiply bytes by their scales, and write them to the first or second quarter of ``half``."""
     first, last = gl.inline_asm_elementwise(
         _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -59,7 +61,7 @@ def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr
 
 @gluon.jit
 def mark_full(full):
-    """Say that half of a tile is there."""
+    """Signal that half of a tile is in shared memory."""
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
@@ -69,10 +71,13 @@ def convert(
     k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """Load pairs of tiles, half of one ahead, and convert each half as its slot becomes free."""
+    """Run the producer warps: convert tiles in pairs, each half when its slot becomes free.
+
+    Loads run half a tile ahead.
+    """
     STORED: gl.constexpr = k_ptr.dtype.element_ty
     first, tiles = tiles_of(split, TOKENS)
-    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     row = row_of_tile(entry, first * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)
@@ -99,7 +104,7 @@ def convert(
         store_scaled(b, scale, right, 1, STORED)
         b, scale = load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
         mark_full(full)
-    if tiles > 0:  # a barrier that is left half full would hang the next program
+    if tiles > 0:  # a half-full barrier would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, THREADS)
             barrier_sync(RIGHT + slot, THREADS)

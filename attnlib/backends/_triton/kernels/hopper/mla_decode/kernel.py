@@ -1,7 +1,8 @@
-"""MLA decoding for Hopper, in Gluon: one program an SM, which reads a split of one sequence.
+"""The MLA decode kernel for Hopper, in Gluon: one program per SM, which reads a split of one sequence.
 
-The launch tables choose between tiles of 16 and of 64 rows of queries, and the cache says what it stores:
-16-bit latents, or int8 or fp8. A program runs ``rows_16.py``, ``rows_16_int8_fp8.py`` or ``rows_64.py``.
+The launch tables choose tiles of 16 or 64 query rows, and latents are stored in 16 bits, int8 or fp8. The
+program runs ``rows_64.py`` for 64 rows, otherwise ``rows_16.py`` or, over 8-bit latents,
+``rows_16_int8_fp8.py``.
 """
 
 from triton.experimental import gluon
@@ -26,11 +27,10 @@ def decode_mla(
     schedule_offset, limit, left, right, prefix, scale, softcap,
     SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
-    splits of them.
+    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    ``BLOCK_M`` is 16 or 64 rows. A cache in int8 or fp8 has scales. All other parameters are the same as in
-    the generic kernel.
+    If packed, out is ``[t, h, e]`` and the LSE ``[h, t]``. ``BLOCK_M`` is 16 or 64 query rows. An int8 or fp8
+    cache needs scales. The other parameters are those of the generic decode kernel.
     """
     CONVERTED: gl.constexpr = k_scale_ptr is not None
     gdc_wait()

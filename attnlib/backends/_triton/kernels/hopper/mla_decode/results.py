@@ -1,4 +1,4 @@
-"""What programs of decode kernels leave: attention of rows and its LSE, or splits of them."""
+"""The epilogue of the MLA decode kernels: write the output and LSE, or partial results of a split."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +12,12 @@ from .shared import HALF
 
 @gluon.jit
 def with_sink(l_i, m_i, r, split, call):
-    """Sums with a key whose value is 0: what they keep of their shares, their weight, and the largest."""
+    """Add the sink logit, a key whose value is 0, to the softmax sums.
+
+    Returns the factor for the output sums, and the new ``l_i`` and ``m_i``.
+    """
     keeps = gl.full([r.shape[0]], 1.0, gl.float32, r.type.layout)
-    if call.sinks_ptr is not None:  # splits get it when they have been joined
+    if call.sinks_ptr is not None:  # if the sequence is split, `combine` adds the sink
         mine = (r < split.count * call.group) & (split.splits == 1) & (split.sequence < call.batch)
         sink = gl.load(call.sinks_ptr + r % call.group, mask=mine, other=float("-inf")).to(gl.float32)
         keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
@@ -23,7 +26,7 @@ def with_sink(l_i, m_i, r, split, call):
 
 @gluon.jit
 def store_lse(l_i, m_i, r, split, call, results):
-    """Store the LSE of rows, natural, or in log2 units that of a split."""
+    """Write the LSE of rows: in natural units, or in log2 units for a split."""
     lse2 = m_i + gl.log2(l_i)
     token, valid = split.row + r // call.group, r < split.count * call.group
     if split.splits == 1:
@@ -36,16 +39,16 @@ def store_lse(l_i, m_i, r, split, call, results):
 
 @gluon.jit
 def share_of(acc, share, AXIS: gl.constexpr):
-    """Sums times the share of each row. A share of 0 makes anything 0."""
+    """Multiply sums by the share of each row; a share of 0 gives 0, even for NaN or infinity."""
     share = gl.expand_dims(share, AXIS)
     return gl.where(share == 0.0, 0.0, acc * share)
 
 
 @gluon.jit
 def in_fp32(slots, ROWS: gl.constexpr):
-    """The room of a half's slots, or the first of it, for fp32 numbers of half of the channels of rows.
+    """Reinterpret the shared memory of ``slots`` as fp32 values ``[ROWS, HALF]``.
 
-    All of it is named anew before the first is taken: Triton 3.8 refuses another size.
+    First reinterpret all of it, then take a slice: Triton 3.8 refuses to change the size.
     """
     FIT: gl.constexpr = slots.numel * slots.dtype.primitive_bitwidth // (32 * HALF)
     room = reinterpret(slots, gl.float32, [FIT, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -54,9 +57,10 @@ def in_fp32(slots, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_half(half, FIRST: gl.constexpr, split, call, results):
-    """Store half of the channels of rows, from channel ``FIRST`` on, from shared memory; or as a split.
+    """Write half of the channels, from ``FIRST`` on, from shared memory to ``out`` or as a partial result.
 
-    A product leaves 8 bytes of a row in a thread, of which a line would be written piece by piece.
+    Shared memory serves to coalesce the stores: in the layout of products, a thread has only 8 adjacent bytes
+    of a row.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     ROWS: gl.constexpr = half.shape[0]
@@ -85,9 +89,10 @@ def join_and_store(
     number: gl.constexpr, sums, given, taken, of_rows, band, split, call, results,
     BOTH: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Join the sums of two consumers, of which each gives the other half of its own, and store them.
+    """Join the sums of two consumers, which each write one half of the channels.
 
-    ``given`` is room where no tile of this consumer is to come, ``taken`` is that of the other one.
+    A consumer passes the other half of its sums to the other consumer in ``given``, free shared memory of its
+    own, and reads its half of the other's sums from ``taken``.
     """
     LAYOUT: gl.constexpr = sums.left.type.layout
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)

@@ -1,9 +1,9 @@
-"""Attention of 16 rows of queries over latents for Hopper, in Gluon: one program an SM, at the cache's
-bandwidth.
+"""MLA decoding with 16 query rows for Hopper, in Gluon: one program per SM, bound by memory bandwidth.
 
-Products are transposed, tokens or channels in their 64 rows and queries in their 16 columns: no row is
-padding. Two consumers take turns with tiles, each with sums of its own over all channels, which are joined at
-the end; so one waits for its tile while the other multiplies. A producer warp loads tiles by descriptors.
+Products are transposed, with tokens or channels in the 64 rows of a wgmma and queries in its 16 columns, so
+no row is padding. Two consumer warpgroups process alternate tiles, so that one waits for its tile while the
+other multiplies. Each keeps its own sums over all channels; they are joined at the end. A producer warp loads
+tiles by TMA.
 """
 
 from typing import NamedTuple
@@ -35,16 +35,20 @@ from .shared import (
 )
 
 ROWS: gl.constexpr = gl.constexpr(16)
-SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # and scores
-# Named barriers: of slots, for their loads; of both consumers.
+# The layout of scores and of output sums.
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+# Named barriers: two from FIRST on say that a slot is free; BOTH joins the two consumers.
 BOTH: gl.constexpr = gl.constexpr(FIRST + 2)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows16Shared(NamedTuple):
-    """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is
-    joined.
+    """Shared memory of the program.
+
+    ``q``, ``left`` and ``right`` have halves of the latent channels of queries and of two tiles; ``q_tail``
+    and ``tail`` have the rotary channels. ``p`` has probabilities, ``joined`` the softmax state that
+    consumers join at the end, and ``left_full`` and ``right_full`` the mbarriers of the loads.
     """
 
     q: gl.shared_memory_descriptor
@@ -60,7 +64,7 @@ class Rows16Shared(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     first, tiles = tiles_of(split, TOKENS)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
@@ -72,13 +76,13 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
         left, right, tail = shared.left.index(slot), shared.right.index(slot), shared.tail.index(slot)
         load_half(k_desc, row, 0, left, shared.left_full.index(slot))
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    for slot in range(gl.minimum(tiles, 2)):  # a barrier that is left half full would hang the next program
+    for slot in range(gl.minimum(tiles, 2)):  # a half-full barrier would hang the next program
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
 @gluon.jit
 def scores(number: gl.constexpr, zero, shared, phase):
-    """``k @ q.T`` for the next tile of this consumer."""
+    """Compute ``k @ q.T`` for the next tile of this consumer."""
     slot, q = anew(number), anew(0)
     mbarrier.wait(shared.left_full.index(slot), phase)
     s = warpgroup_mma(
@@ -92,7 +96,7 @@ def scores(number: gl.constexpr, zero, shared, phase):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, shared):
-    """The sums with a tile, from token ``n`` on."""
+    """Add the tile of tokens from ``n`` on to the running sums."""
     p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 0)
     weights, factor = shared.p.index(number), factor[None, :]
     weights.store(p.to(shared.p.dtype))
@@ -110,8 +114,9 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared):
-    """Attention over every other tile, from that of this number on; each consumer joins and stores half of
-    both's.
+    """Run consumer ``number``: attention over every other tile, beginning with tile ``number``.
+
+    At the end the consumers join their sums, and each writes half of the channels.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -143,8 +148,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    # The slot of its last tile.
+    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    # Each consumer gives shared memory of its own slot, which no load will overwrite.
     given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
     sums = BothHalvesSums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
@@ -163,7 +168,7 @@ def allocate_rows_16(dtype: gl.constexpr):
 
 @gluon.jit
 def decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr):
-    """Run two consumers and a producer warp."""
+    """Run two consumer warpgroups and a producer warp (warp specialization)."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

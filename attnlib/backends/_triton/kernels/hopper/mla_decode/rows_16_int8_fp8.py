@@ -1,8 +1,7 @@
-"""Attention of 16 rows of queries over latents in int8 or fp8 for Hopper, in Gluon: one program an SM.
+"""MLA decoding with 16 query rows over int8 or fp8 latents for Hopper, in Gluon: one program per SM.
 
-As in rows_16.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read
-from shared memory as the 16 bits that a product takes in registers, and become even and odd channels in fp16
-there.
+As in rows_16.py, products are transposed, and two consumers process alternate tiles. Pairs of stored bytes
+are read from shared memory as 16-bit operands, and converted to even and odd channels in fp16, in registers.
 """
 
 from typing import NamedTuple
@@ -38,18 +37,23 @@ from .shared import HALF, TAIL, first_entry, load_queries, row_of_tile, scored
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
-CHUNK: gl.constexpr = gl.constexpr(128)  # pairs of channels that are in registers at once: half of them
-SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # and scores
+CHUNK: gl.constexpr = gl.constexpr(128)  # channel pairs in registers at once: half of all
+# The layout of scores and of output sums.
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 PAIRS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
-# Named barriers: of slots, for their loads; of both consumers.
+# Named barriers: SLOTS from FIRST on say that a slot is free; BOTH joins the two consumers.
 BOTH: gl.constexpr = gl.constexpr(FIRST + SLOTS)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class PairsShared(NamedTuple):
-    """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels
-    and scales; probabilities; what is joined."""
+    """Shared memory of the program.
+
+    ``q`` has the even and odd latent channels of queries, ``q_tail`` their rotary channels. A slot has the
+    stored bytes in ``pairs``, rotary channels in ``tail``, and scales. ``p`` has probabilities, ``joined``
+    the softmax state that consumers join at the end, and ``full`` the mbarriers of the loads.
+    """
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -62,8 +66,9 @@ class PairsShared(NamedTuple):
 
 
 class ChunkSums(NamedTuple):
-    """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so
-    far.
+    """The running sums of even and odd channels of each chunk, and the softmax state.
+
+    ``l_i`` sums probabilities per token position in a tile; ``m_i`` is the running maximum.
     """
 
     sums: tuple
@@ -73,7 +78,7 @@ class ChunkSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     first, tiles = tiles_of(split, TOKENS)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
@@ -87,14 +92,17 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
         async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         async_load(scale_desc, [0, row], full, shared.scale.index(slot))
-    # A barrier that is left half full would hang the next program.
+    # Complete every named barrier: a half-full one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
 @gluon.jit
 def load_in_range(number: gl.constexpr, queries, split, call, shared):
-    """Half of the queries into shared memory; what undoes the scale of each row."""
+    """Write half of the queries to shared memory, and return a factor per row.
+
+    Rows are scaled by powers of two into the range of fp16; the factor undoes that.
+    """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, Q)
@@ -112,13 +120,16 @@ def load_in_range(number: gl.constexpr, queries, split, call, shared):
 
 @gluon.jit
 def factors(pairs, STORED: gl.constexpr):
-    """Pairs in registers, as even and odd factors of a product."""
+    """Load pairs of bytes, and return their even and odd channels as fp16 operands in registers."""
     return both_factors(pairs.load(PAIRS), STORED, True)
 
 
 @gluon.jit
 def scores(slot, scale, shared, STORED: gl.constexpr):
-    """``k @ q.T`` for a tile, ``scale`` of whose tokens the rotary channels do not have."""
+    """Compute ``k @ q.T`` for a tile whose latent channels have a ``scale`` per token.
+
+    Rotary channels are stored unscaled.
+    """
     s, q = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), anew(0)
     for c in gl.static_range(0, HALF, CHUNK):
         even, odd = factors(shared.pairs.index(slot).slice(c, CHUNK, 1), STORED)
@@ -134,7 +145,7 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
-    """The sums with a tile, from token ``n`` on. What is no token of the sequence has a scale of 0."""
+    """Add the tile of tokens from ``n`` on to the running sums; other tokens in it get a scale of 0."""
     clear_edges(shared.pairs.index(slot), n, split.begin, split.end)
     j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
     scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)
@@ -157,14 +168,15 @@ def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, sh
 
 @gluon.jit
 def in_order(even, odd):
-    """The sums of all channels of a chunk."""
+    """Interleave the sums of even and odd channels of a chunk."""
     return gl.join(even, odd).permute((0, 2, 1)).reshape([HALF, ROWS])
 
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, STORED: gl.constexpr):
-    """Attention over every other tile, from that of this number on; each consumer joins and stores half of
-    both's.
+    """Run consumer ``number``: attention over every other tile, beginning with tile ``number``.
+
+    At the end the consumers join their sums, and each writes half of the channels.
     """
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
@@ -189,8 +201,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
         state = add_tile(number, state, slot, (first + t) * TOKENS, i, modifiers, band, split, shared, STORED)
         barrier_arrive(FIRST + slot, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    given = in_fp32(shared.pairs.index(number), ROWS)  # a slot of its tiles
+    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    given = in_fp32(shared.pairs.index(number), ROWS)  # one of its own slots
     taken = in_fp32(shared.pairs.index(1 - number), ROWS)
     left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])
     sums = BothHalvesSums(left, right, gl.sum(state.l_i, 0), state.m_i)
@@ -199,7 +211,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
 
 @gluon.jit
 def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
-    """Allocate the shared memory of a program, whose rotary channels are of ``dtype``."""
+    """Allocate the shared memory of a program; rotary channels are stored in ``dtype``."""
     return PairsShared(
         ring(gl.float16, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
         ring(dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
@@ -212,7 +224,7 @@ def decode_rows_16_int8_fp8(
     k_desc, tail_desc, scale_desc, queries, split, call, results, shared,
     STORED: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Run two consumers and a producer warp."""
+    """Run two consumer warpgroups and a producer warp (warp specialization)."""
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared, STORED)),

@@ -1,10 +1,8 @@
-"""Attention of 64 rows of queries over latents (FlashMLA; DeepSeek, 2025) for Hopper, in Gluon: one program
-an SM.
+"""MLA decoding with 64 query rows for Hopper, in Gluon (FlashMLA; DeepSeek, 2025): one program per SM.
 
-The sums, 64 x 512, take half of all registers, so two consumers hold half of the channels each. They take
-turns with tiles: one computes scores and probabilities of the even ones, the other of the odd ones, and each
-hands its probabilities to the other, in the order of tiles. A producer warp loads halves of tiles by
-descriptors.
+The sums, 64 x 512, take half of all registers, so each of two consumer warpgroups holds half of the channels.
+One consumer computes the scores and probabilities of even tiles, the other those of odd tiles, and each hands
+its probabilities to the other, in tile order. A producer warp loads halves of tiles by TMA.
 """
 
 from typing import NamedTuple
@@ -49,19 +47,23 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Named barriers: of halves of slots, left and right, for their loads; of probabilities; of both consumers.
+# Named barriers: LEFT and RIGHT (two each) say that half of a slot is free, HANDED (two) that probabilities
+# are ready; BOTH joins the two consumers.
 LEFT: gl.constexpr = gl.constexpr(FIRST)
 RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
 HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
 BOTH: gl.constexpr = gl.constexpr(FIRST + 6)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 WITH_LOADERS: gl.constexpr = gl.constexpr(256)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows64Shared(NamedTuple):
-    """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each
-    other.
+    """Shared memory of the program.
+
+    ``q``, ``left`` and ``right`` have halves of the latent channels of queries and of two tiles, ``tail`` the
+    rotary channels of the tiles. Consumers hand probabilities ``p`` and maxima ``m`` to each other.
+    ``left_full`` and ``right_full`` are the mbarriers of the loads.
     """
 
     q: gl.shared_memory_descriptor
@@ -75,7 +77,11 @@ class Rows64Shared(NamedTuple):
 
 
 class OneHalfSums(NamedTuple):
-    """The sums of half of the channels; of weights, those of a consumer's own tiles; the maximum so far."""
+    """The running sums of a consumer, and its softmax state.
+
+    ``acc`` covers half of the channels of all tiles; ``l_i`` sums the probabilities of the consumer's own
+    tiles; ``m_i`` is the running maximum.
+    """
 
     acc: gl.tensor
     l_i: gl.tensor
@@ -84,9 +90,9 @@ class OneHalfSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load pairs of tiles, each half as its slot becomes free."""
+    """Run the producer warp: load tiles in pairs, each half as its slot becomes free."""
     first, tiles = tiles_of(split, TOKENS)
-    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
@@ -99,7 +105,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
         right, tail = shared.right.index(slot), shared.tail.index(slot)
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    if tiles > 0:  # a barrier that is left half full would hang the next program
+    if tiles > 0:  # a half-full barrier would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, WITH_PRODUCER)
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
@@ -107,7 +113,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
 
 @gluon.jit
 def scores(number: gl.constexpr, tail, zero, shared, phase):
-    """Begin ``q @ k.T`` for the tile of this consumer."""
+    """Start ``q @ k.T`` for the next tile of this consumer; the caller waits for it."""
     mbarrier.wait(shared.left_full.index(number), phase)
     slot, q = anew(number), anew(0)
     left, right = shared.left.index(slot), shared.right.index(slot)
@@ -119,14 +125,14 @@ def scores(number: gl.constexpr, tail, zero, shared, phase):
 
 @gluon.jit
 def rescale(state, factor):
-    """The sums times a factor a row."""
+    """Multiply the running sums by a factor per row."""
     of_sums = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
     return scale_rows_in_place(state.acc, of_sums, HALF // 2), state.l_i * factor
 
 
 @gluon.jit
 def hand_over(number: gl.constexpr, p, m_i, shared):
-    """Hand probabilities, and the maximum that they are relative to, to the other consumer."""
+    """Pass probabilities, and the maximum they are relative to, to the other consumer."""
     shared.p.index(number).store(p)
     shared.m.index(number).store(m_i)
     fence_async_shared()
@@ -135,7 +141,7 @@ def hand_over(number: gl.constexpr, p, m_i, shared):
 
 @gluon.jit
 def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
-    """The sums with a tile of this consumer: its probabilities are in registers."""
+    """Add a tile of this consumer to the running sums; its probabilities are in registers."""
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)
@@ -148,7 +154,7 @@ def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
 
 @gluon.jit
 def begin_other(number: gl.constexpr, state, n, split, shared):
-    """Begin to add a tile of the other consumer, once it has handed its probabilities over."""
+    """Wait for the other consumer's probabilities, and start to add its tile to the running sums."""
     OTHER: gl.constexpr = 1 - number
     barrier_sync(HANDED + OTHER, CONSUMERS)
     m_i = shared.m.index(OTHER).load(gl.SliceLayout(1, SCORES))
@@ -160,8 +166,9 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS: gl.constexpr):
-    """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer
-    1.
+    """Run consumer ``number``: attention over half of the channels, and its results.
+
+    Consumer 0 computes the probabilities of even tiles, consumer 1 those of odd tiles.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
@@ -213,7 +220,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             )
             barrier_arrive(RIGHT + 1, THREADS)
 
-    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
     shared.m.index(2 + number).store(state.l_i)
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))
@@ -230,7 +237,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
 @gluon.jit
 def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
-    """Allocate the shared memory of a program; ``CONVERTED``: tiles are stored in int8 or fp8."""
+    """Allocate the shared memory of a program; ``CONVERTED`` is True over an int8 or fp8 cache."""
     return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), vectors(4, ROWS), barriers(2),
@@ -242,7 +249,7 @@ def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
 def decode_rows_64(
     k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr
 ):
-    """Run two consumers, and a producer warp or the four warps that convert int8 or fp8."""
+    """Run two consumer warpgroups and a producer warp, or four producer warps that convert int8 or fp8."""
     if k_scale_ptr is None:
         gl.warp_specialize(
             [

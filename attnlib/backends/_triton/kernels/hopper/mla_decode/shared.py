@@ -9,13 +9,13 @@ from ...scores import modify, unit_of
 from ..primitives import async_load, opaque
 from ..splits import TOKENS, entry_of, row_of, weighed
 
-HALF: gl.constexpr = gl.constexpr(256)  # channels of a latent come in halves
+HALF: gl.constexpr = gl.constexpr(256)  # channels in half of a latent
 TAIL: gl.constexpr = gl.constexpr(64)  # rotary channels
 
 
 @gluon.jit
 def first_entry(first, split, call, PAGE: gl.constexpr):
-    """The entry for the first tile."""
+    """Return the page-table entry of the first tile; reload it if ``split`` has that of another page."""
     entry = split.entry
     if PAGE:
         if first * TOKENS // PAGE != split.column:
@@ -25,20 +25,20 @@ def first_entry(first, split, call, PAGE: gl.constexpr):
 
 @gluon.jit
 def row_of_tile(entry, n, split, call, PAGE: gl.constexpr):
-    """Return the row of the planes where the tile from token ``n`` on begins; of the last tile beyond."""
+    """Return the plane row of the tile that begins at token ``n``, at most that of the last tile."""
     return row_of(entry, gl.minimum(n, gl.maximum(split.high - 1, 0) // TOKENS * TOKENS), call, PAGE)
 
 
 @gluon.jit
 def load_half(desc, row, column, half, full):
-    """Load half of a tile of latents."""
+    """Start the TMA load of half of a tile of latents."""
     mbarrier.expect(full, TOKENS * HALF * 2)
     async_load(desc, [row, column], full, half)
 
 
 @gluon.jit
 def load_last_half(desc, tail_desc, row, half, tail, full):
-    """Load the second half of a tile of latents, and their rotary channels."""
+    """Start the TMA loads of the second half of a tile of latents, and of the rotary channels."""
     mbarrier.expect(full, TOKENS * (HALF + TAIL) * 2)
     async_load(desc, [row, HALF], full, half)
     async_load(tail_desc, [row, 0], full, tail)
@@ -48,7 +48,7 @@ def load_last_half(desc, tail_desc, row, half, tail, full):
 def load_queries(
     queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """``COUNT`` channels of the rows from channel ``FIRST`` on, zeros beyond the last row."""
+    """Load ``COUNT`` channels of the query rows, from channel ``FIRST`` on; rows after the last are zero."""
     n, c = (
         gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)),
         FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT)),
@@ -56,7 +56,7 @@ def load_queries(
     valid, head = split.start + n < split.count * call.group, split.start % call.group + n
     if call.group < ROWS:
         later = head // call.group
-    else:  # a division of each row would take longer than the load
+    else:  # dividing every row would take longer than the load
         later = (head >= call.group).to(gl.int32)
     token, head = split.row + split.start // call.group + later, head - later * call.group
     at = split.plane * queries.stride_qb + token.to(gl.int64) * queries.stride_qs + head * queries.stride_qh
@@ -65,7 +65,10 @@ def load_queries(
 
 @gluon.jit
 def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Scores of products from token ``n`` on, which lie along ``AXIS``; -inf where they are hidden."""
+    """Apply score options and the mask to products with a tile of tokens, which begins at token ``n``.
+
+    Tokens lie along ``AXIS``. Hidden scores are -inf.
+    """
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
     s, _ = modify(s, modifiers, gl.expand_dims(i + band.offset, AXIS), j)
     if (n < split.all_low) | (n + TOKENS > split.all_high):
@@ -75,5 +78,5 @@ def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
 
 @gluon.jit
 def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Probabilities of products from token ``n`` on, as :func:`weighed` gives them."""
+    """Return a tile's probabilities, the new maximum and the factor for earlier sums (:func:`weighed`)."""
     return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
