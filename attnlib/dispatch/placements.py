@@ -23,7 +23,12 @@ REMEDY = (
     "redistribute it to Shard(0) of sequences, Shard(-2) of heads, or Replicate(); "
     "attnlib.parallel.context_attention shares the tokens of a sequence"
 )
-LETTERS = ("bshd", "btgd", "btge"), ("shd", "tgd", "tge")  # dimensions of q, k and v, dense and packed
+DENSE, PACKED = ("bshd", "btgd", "btge"), ("shd", "tgd", "tge")  # dimensions of q, k and v
+
+
+def _letters(call: Call) -> tuple[str, ...]:
+    """Return the letters of the dimensions of q, k and v."""
+    return DENSE if call.packing is None else PACKED
 
 
 def is_dtensor(x: object) -> bool:
@@ -64,7 +69,7 @@ class MeshPlacement(NamedTuple):
                     f"{name}: expected a DTensor on {mesh}, as q, k and v are together, got {got}"
                 )
         sizes = bound(call)
-        letters = dict(zip(qkv, LETTERS[call.packing is not None], strict=True))
+        letters = dict(zip(qkv, _letters(call), strict=True))
         kinds = [[_kind(name, x, letters[name], at) for name, x in qkv.items()] for at in range(mesh.ndim)]
         sharing = cls(mesh, tuple(next(filter(None, kind), "") for kind in kinds), sizes)
         h, g, n = sizes["h"], sizes["g"], sharing.shards("h")
@@ -172,7 +177,7 @@ def local_call(
     def of(x: Tensor | None, letters: str = "") -> Tensor | None:
         return None if x is None else part(sharing, x, letters)
 
-    q, k, v = map(of, (call.q, call.k, call.v), LETTERS[call.packing is not None])
+    q, k, v = map(of, (call.q, call.k, call.v), _letters(call))
     call.check_functions(sharing.sizes | {"b": call.sequences})
     score, mask, dims = call.score, call.mask, call.score.dims
     score = score._replace(**{name: of(x, dims[name]) for name, x in score.tensors.items()})

@@ -38,7 +38,7 @@ def test_fewer_keys_than_queries_under_a_bounded_mask(call, mask):
 
 
 def test_more_heads_than_models_have():
-    with pytest.warns(LayoutWarning, match=r"which says 300 heads; .* give q.transpose\(1, 2\).*compat.sdpa"):
+    with pytest.warns(LayoutWarning, match=r"which says 300 heads; .* pass q.transpose\(1, 2\).*compat.sdpa"):
         attention(MANY, MANY, MANY, mask=FULL)
 
 
