@@ -11,7 +11,7 @@ which names a version lacks says ``gluon_names.py``.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST: gl.constexpr = gl.constexpr(6)
 
@@ -306,29 +306,3 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     for n in gl.static_range(COUNT):
         mbarrier.init(made.index(n), ARRIVALS)
     return made
-
-
-@gluon.jit
-def vectors(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate shared memory for ``COUNT`` vectors of fp32."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def clear_outside(tile, n, low, high):
-    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HEIGHT: gl.constexpr = tile.shape[0]
-    for first in gl.static_range(0, HEIGHT, 16):
-        rows = tile.slice(first, 16, 0)
-        i = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        x = rows.load(LAYOUT)
-        rows.store(gl.where(((i >= low) & (i < high))[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
-def clear_edges(tile, n, low, high):
-    """Zero the rows of a tile outside ``[low, high)`` if there are any, and let products read the zeros."""
-    if (n < low) | (n + tile.shape[0] > high):
-        clear_outside(tile, n, low, high)
-        fence_async_shared()

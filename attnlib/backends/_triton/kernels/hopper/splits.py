@@ -110,20 +110,6 @@ def split_of(
 
 
 @gluon.jit
-def tiles_of(split, SIZE: gl.constexpr):
-    """Return the number of the first tile of ``SIZE`` tokens, and how many there are."""
-    first = split.low // SIZE
-    return first, gl.maximum(gl.cdiv(split.high, SIZE) - first, 0)
-
-
-@gluon.jit
-def row_of(entry, n, call, PAGE: gl.constexpr):
-    """Return the row of the planes that holds token ``n``, on an existing page."""
-    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
-    return page * call.page_rows + (n % PAGE if PAGE else n)
-
-
-@gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
     """The entry of the page table for token ``n``, or for the last one that is seen."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
