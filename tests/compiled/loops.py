@@ -102,8 +102,8 @@ def _decode_gqa(constants: dict) -> tuple[Loop, ...]:
 
 
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
-# By kernel and form, from the constants that it is compiled for, and the descriptors that are there: its
-# loops, in any order.
+# By kernel, from the constants that it is compiled for, and the descriptors that are there: its loops, in any
+# order.
 EXPECTED = MappingProxyType(
     {
         "forward": _forward,
@@ -182,27 +182,17 @@ def disorder(name: str, launch: Launch, text: str) -> list[str]:
     if ".hopper." not in launch.kernel.__module__:
         return []
     found = trips(text)
-    form = form_of(launch)
-    if form not in EXPECTED:
-        return [f"has loops that nothing is expected of, {found}; EXPECTED has no {form}"]
-    expected = EXPECTED[form]({**launch.arguments, **launch.blocks})
+    if launch.kernel.__name__ not in EXPECTED:
+        return [f"has loops that nothing is expected of, {found}; EXPECTED has no {launch.kernel.__name__}"]
+    expected = EXPECTED[launch.kernel.__name__]({**launch.arguments, **launch.blocks})
     if len(found) != len(expected):
         return [f"has {len(found)} loops with products; expected {len(expected)}"]
     of_any, of_this = (for_version(table, triton_version()) for table in (MOST, SPILLING))
-    spills = of_this.get(name, of_any.get(form, 0))
+    spills = of_this.get(name, of_any.get(launch.kernel.__name__, 0))
     # Versions of Triton write the loops of a kernel in different orders.
     orders = [zip(order, expected, strict=True) for order in permutations(found)]
     wrong = min(([x for pair in order for x in faults(*pair, spills)] for order in orders), key=len)
     return [f"{fault} ({count} of {len(found)} loops)" for fault, count in Counter(wrong).items()]
-
-
-def form_of(launch: Launch) -> str:
-    """Return the kernel's name, with ``_fp8`` behind it for the forward of fp8 inputs, whose values are
-    transposed.
-    """
-    values = launch.blocks.get("v_desc")
-    is_fp8 = values is not None and values.tensor == "transposed"
-    return launch.kernel.__name__ + "_fp8" * is_fp8
 
 
 def faults(trip: Trip, expected: Loop, spills: int = 0) -> list[str]:

@@ -91,6 +91,7 @@ def triton_version() -> tuple[int, int]:
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, processors: int) -> Forward:
     from ..kernels.hopper.forward.kernel import forward
+    from ..kernels.hopper.forward.kernel_fp8 import forward_fp8
     from ..kernels.hopper.forward.transpose_values import transpose_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
@@ -103,7 +104,7 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
         _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
         LaunchConfig(block_m, block_n, 1, 4),
     )
-    before, transposed = (), ()
+    kernel, before, transposed = forward, (), ()
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         transposed = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
@@ -112,12 +113,12 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
         #   d64               42       25
         #   other heads       24       24
         before = (Launch(transpose_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
-        blocks["v_desc"] = Block("transposed", arguments["E_MAIN"], block_n, gluon=True)
+        kernel, blocks["v_desc"] = forward_fp8, Block("transposed", arguments["E_MAIN"], block_n, gluon=True)
     lists = 0
     if x.states is not None:
         found = mask_tiles.lists(x, launched, by_keys=False)
         before, arguments, lists, dynamic = (found.launch,), arguments | found.arguments, found.numbers, True
-    launch = Launch(forward, min(processors, tiles), arguments, launched, blocks)
+    launch = Launch(kernel, min(processors, tiles), arguments, launched, blocks)
     return Forward((*before, launch), "Hopper", dynamic, transposed, lists)
 
 

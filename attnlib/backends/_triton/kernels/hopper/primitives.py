@@ -11,7 +11,7 @@ reports the names that the installed version lacks.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST: gl.constexpr = gl.constexpr(6)
 
@@ -322,35 +322,3 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     for n in gl.static_range(COUNT):
         mbarrier.init(made.index(n), ARRIVALS)
     return made
-
-
-@gluon.jit
-def vectors(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate shared memory for ``COUNT`` fp32 vectors of ``SIZE`` elements."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def clear_outside(tile, n, low, high):
-    """Zero the rows of ``tile`` outside ``[low, high)``, which may hold arbitrary data.
-
-    The first row of the tile has number ``n``.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HEIGHT: gl.constexpr = tile.shape[0]
-    for first in gl.static_range(0, HEIGHT, 16):
-        rows = tile.slice(first, 16, 0)
-        i = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        x = rows.load(LAYOUT)
-        rows.store(gl.where(((i >= low) & (i < high))[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
-def clear_edges(tile, n, low, high):
-    """Zero the rows of ``tile`` outside ``[low, high)``, if it has any, and let wgmma read the zeros.
-
-    The first row of the tile has number ``n``.
-    """
-    if (n < low) | (n + tile.shape[0] > high):
-        clear_outside(tile, n, low, high)
-        fence_async_shared()

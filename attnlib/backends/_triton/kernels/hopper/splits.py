@@ -113,20 +113,6 @@ def split_of(
 
 
 @gluon.jit
-def tiles_of(split, SIZE: gl.constexpr):
-    """Return the index of the first tile of ``SIZE`` tokens in a split, and the number of tiles."""
-    first = split.low // SIZE
-    return first, gl.maximum(gl.cdiv(split.high, SIZE) - first, 0)
-
-
-@gluon.jit
-def row_of(entry, n, call, PAGE: gl.constexpr):
-    """Return the cache row of token ``n``. A page index out of range is clamped to the last page."""
-    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
-    return page * call.page_rows + (n % PAGE if PAGE else n)
-
-
-@gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
     """Return the page-table entry for token ``n``, clamped to the last token that the split sees."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))

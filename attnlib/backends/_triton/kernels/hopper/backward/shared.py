@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...band import query_range
 from ...mask_tiles import sparse_tiles_of
-from ..primitives import FIRST, clear_outside
+from ..primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # per tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both consumers
@@ -241,6 +241,18 @@ def full_queries(j, job, band):
 
 
 # ---- loaded tiles
+
+
+@gluon.jit
+def clear_outside(tile, n, low, high):
+    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HEIGHT: gl.constexpr = tile.shape[0]
+    for first in gl.static_range(0, HEIGHT, 16):
+        rows = tile.slice(first, 16, 0)
+        i = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        x = rows.load(LAYOUT)
+        rows.store(gl.where(((i >= low) & (i < high))[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit

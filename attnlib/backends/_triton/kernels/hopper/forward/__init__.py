@@ -1,5 +1,5 @@
 """The Hopper forward: a producer warp loads tiles, consumer warpgroups overlap softmax with matrix products.
 
-``kernel.py`` is the entry point. The other files hold its device functions, except ``transpose_values.py``, a
-kernel that runs before it if the inputs are fp8.
+``kernel.py`` and ``kernel_fp8.py`` are the entry points. The other files are device functions, named by their
+part.
 """

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...band import KeyBand, bounds, origin_of, sees_any
-from ...scores import Modifiers, descaled, load_slope, unit_of
+from ...scores import unit_of
 from ..primitives import (
     FIRST,
     anew,
@@ -25,28 +24,17 @@ from ..primitives import (
     e4m3_in_fours,
     fours_of,
     is_raised,
-    make_flag,
-    opaque,
     opaque_words,
     raise_flag_above,
 )
-from .consumer import RingSlots, advance, first_scores, hand_back, issue_scores, scores, softmax, sum_by_place
-from .results import put_lse, put_out
-from .shared import ROWS, blocks_of, read, wait_for_work
+from .consumer import RingSlots, advance, issue_scores, scores, sum_by_place
+from .shared import ROWS
 
 # Probabilities are multiplied by 2 ** RAISED. LIMIT, the largest e4m3 number, bounds a thread's sum of
 # sixteen probabilities; above it, the block is recomputed. Sixteen probabilities at the running maximum add
 # up to 256.
 RAISED: gl.constexpr = gl.constexpr(4.0)
 LIMIT: gl.constexpr = gl.constexpr(448.0)
-
-
-class HeadDescales(NamedTuple):
-    """Descale factors for each head of each sequence: an fp8 number times its descale is the real value."""
-
-    q_ptr: gl.tensor
-    k_ptr: gl.tensor
-    v_ptr: gl.tensor
 
 
 class PendingSumsFp8(NamedTuple):
@@ -102,13 +90,24 @@ def scaled(pieces, factor):
 
 
 @gluon.jit
-def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
-    """Return the state and the ring slots after the first key block.
+def softmax_fp8(s, m_i, moves, unit):
+    """:func:`softmax` whose largest probability is 2 to the power of ``RAISED``."""
+    m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit - RAISED), m_i)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet
+    return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
 
-    Its probabilities still await their product with the values.
-    """
-    s, m_i = first_scores(slots, block, queries, modifiers, band, shared, sizes)
-    p, m_i, _ = softmax(s, m_i, True, unit_of(modifiers), RAISED)
+
+@gluon.jit
+def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
+    """The state after the first block, whose probabilities wait for their product."""
+    q, q_slot, i, zero = queries
+    mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
+    s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
+    s = warpgroup_mma_wait(0, deps=[s])
+    barrier_arrive(FIRST + slots.k, sizes.THREADS)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
+    p, m_i, _ = softmax_fp8(s, m_i, True, unit_of(modifiers))
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
     zeros = gl.zeros([ROWS, sizes.E // sizes.PIECES], gl.float32, SUMS)
@@ -176,96 +175,10 @@ def step_fp8(
         s = issue_scores(q, q_slot, anew(slots.k), shared, zero, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
         s = scores(s, modifiers, i, anew(n), band, sizes, True)
-        p, m_i, factor = softmax(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit, RAISED)
+        p, m_i, factor = softmax_fp8(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
         l_i *= gl.convert_layout(factor, gl.SliceLayout(1, l_i.type.layout))[:, None]
         acc, product = scaled(acc, factor), scaled(product, factor)
     barrier_arrive(FIRST + slots.k, sizes.THREADS)  # release the key slot
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSumsFp8(acc, product, words, m_i, l_i + sums), RingSlots(k, k_phase, v, v_phase)
-
-
-@gluon.jit
-def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
-    """Normalize one piece of the output channels, and write it to shared memory."""
-    WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler would
-    # select between 16-bit halves instead of fp32 numbers.
-    acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
-    if sizes.PIECES > 1:
-        out = out.slice(n * WIDTH, WIDTH, 1)
-    out.store(acc.to(out.dtype))
-
-
-@gluon.jit
-def consume_fp8(number: gl.constexpr, call, descales, results, shared, sizes):
-    """Compute attention for one consumer's queries, tile after tile."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
-    FIRST_ROW: gl.constexpr = number * ROWS
-    zero = gl.zeros([ROWS, sizes.BLOCK_N], gl.float32, SCORES)
-    out = shared.out.index(number)
-    slots, count = RingSlots(0, 0, 0, 0), 0
-    make_flag(number)
-    tile = wait_for_work(count, shared)
-    while tile < call.tiles:
-        work = read(count, shared, sizes)
-        start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
-        origin = origin_of(call.origin_ptr, work.sequence, call.batch)
-        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
-        every = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
-        mine = blocks_of(work, band, sizes, FIRST_ROW, ROWS)
-        bottom = gl.minimum(gl.maximum(mine.bottom, every.bottom), every.top - 1)
-        top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
-        slots = hand_back(slots, every.top - top, shared, sizes)
-
-        slope = None
-        if call.slopes_ptr is not None:
-            slope = load_slope(call.slopes_ptr, call.stride_slopes, work.sequence, work.head, call.batch)
-        of_kv = work.sequence * (call.heads // call.group) + work.head // call.group
-        scale = descaled(
-            call.scale, descales.q_ptr, work.sequence * call.heads + work.head, work.sequence, call.batch
-        )
-        scale = descaled(scale, descales.k_ptr, of_kv, work.sequence, call.batch)
-        v_descale = descaled(1.0, descales.v_ptr, of_kv, work.sequence, call.batch)
-        modifiers = Modifiers(scale, call.softcap, slope)
-        i = work.others - work.rows + work.start + FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        mbarrier.wait(shared.q_full.index(number), count & 1)
-        q = shared.q.index(number)
-        if sizes.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=4))
-            if not sizes.D_TAIL:
-                mbarrier.arrive(shared.q_empty.index(number), count=1)
-        queries = (q, number, i, zero)
-
-        block = top - 1
-        state, slots = begin(slots, block, queries, modifiers, band, shared, sizes, SUMS, block > bottom)
-        full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
-        full_bottom = bottom
-        if sizes.HIDES_FIRST:
-            full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
-        for n in range(1, top - bottom):
-            b = block - n
-            masked = (b >= full_top) | (b < full_bottom)
-            state, slots = step_fp8(
-                state, slots, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number
-            )
-
-        if sizes.D_TAIL or not sizes.Q_IN_REGISTERS:
-            mbarrier.arrive(shared.q_empty.index(number), count=1)
-        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
-        acc = add_products(state, slots.v, shared, sizes)
-        v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
-        slots = hand_back(RingSlots(slots.k, slots.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
-        first = work.start + FIRST_ROW
-        l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
-        share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
-        share = gl.convert_layout(share, gl.SliceLayout(1, SUMS))
-        sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
-        tma.store_wait(0)  # the previous output tile has left the buffer
-        for n in gl.static_range(sizes.PIECES):
-            put_piece(acc[n], share, sees, n, out, sizes)
-        put_out(out, work, first, results, sizes)
-        count += 1
-        tile = wait_for_work(count, shared)
-    tma.store_wait(0)

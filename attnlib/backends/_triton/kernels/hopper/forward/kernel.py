@@ -1,81 +1,247 @@
 """The Hopper forward in Gluon, after FlashAttention-3: a persistent kernel with one program per SM.
 
-A producer warp loads through TMA descriptors, and consumer warpgroups compute 64 queries each. For fp8
-inputs, ``transpose_values.py`` runs first, and the consumers come from ``consumer_fp8.py``.
-
-Paper: Shah et al., 2024, arXiv 2407.08608.
+A producer warp loads by descriptors, and consumers of 64 queries each multiply.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from ...band import KeyBand, bounds, origin_of, sees_any
+from ...scores import LN2, LOG2E, Modifiers, load_slope
 from ...tile import COUNTS
-from ..primitives import barriers, ring
-from .consumer import consume
-from .consumer_fp8 import HeadDescales, consume_fp8
+from ..primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
+from .consumer import FunctionArguments, RingSlots, advance, clear_others, first_step, hand_back, step
 from .producer import produce
-from .results import ForwardOutputs
-from .shared import POSTS, ROWS, WORDS, ForwardCall, ForwardShared, ForwardSizes
+from .shared import (
+    POSTS,
+    ROWS,
+    WORDS,
+    ForwardCall,
+    ForwardShared,
+    ForwardSizes,
+    Visit,
+    blocks_of,
+    read,
+    visited,
+    visits_of,
+    wait_for_work,
+)
+
+
+class ForwardOutputs(NamedTuple):
+    """Where out and the LSE go."""
+
+    out_desc: gl.tensor
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    stride_ob: gl.tensor
+    stride_os: gl.tensor
+    stride_oh: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    e: gl.tensor
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, out_dtype: gl.constexpr, sizes):
-    """Allocate the shared memory of a program."""
-    TILES: gl.constexpr = sizes.Q_SLOTS * sizes.CONSUMERS
-    q = ring(dtype, TILES, ROWS, sizes.D)
-    out = q
-    if sizes.TRANSPOSED:
-        out = ring(out_dtype, sizes.CONSUMERS, ROWS, sizes.E)
-    k = ring(dtype, sizes.K_SLOTS, sizes.BLOCK_N, sizes.D)
-    if sizes.TRANSPOSED:
-        v = ring(dtype, sizes.V_SLOTS, sizes.E, sizes.BLOCK_N)
+def with_sink(m_i, l_i, work, call):
+    """The maximum and the sum with a sink, which is a key whose value is 0; and what out is scaled by for
+    it.
+    """
+    if call.sinks_ptr is None:
+        return m_i, l_i, 1.0
     else:
-        v = ring(dtype, sizes.V_SLOTS, sizes.BLOCK_N, sizes.E)
-    q_tail, k_tail = q, k
-    if sizes.D_TAIL:
-        q_tail = ring(dtype, TILES, ROWS, sizes.D_TAIL)
-        k_tail = ring(dtype, sizes.K_SLOTS, sizes.BLOCK_N, sizes.D_TAIL)
-    if not (sizes.TRANSPOSED or sizes.OUT_IN_Q):
-        out = ring(out_dtype, sizes.CONSUMERS, ROWS, sizes.E)
-    work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return ForwardShared(
-        q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(TILES), barriers(TILES),
-        barriers(sizes.K_SLOTS), barriers(sizes.V_SLOTS),
-    )  # fmt: skip
+        sink = gl.load(call.sinks_ptr + work.head).to(gl.float32) * LOG2E
+        sink = gl.where(work.sequence < call.batch, sink, float("-inf"))
+        m_new = gl.maximum(m_i, sink)
+        safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        gain = gl.exp2(m_i - safe)
+        return m_new, l_i * gain + gl.exp2(sink - safe), gain
+
+
+@gluon.jit
+def put_lse(m_i, l_i, work, first, call, results):
+    """Write the LSE of the rows from ``first`` on; what their sums are to be multiplied by."""
+    m_i, l_i, gain = with_sink(m_i, l_i, work, call)
+    nothing = l_i == 0.0
+    l_i = gl.where(nothing, 1.0, l_i)
+    lse = gl.where(nothing, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
+    at = work.plane.to(gl.int64) * results.stride_lb + work.row + work.head.to(gl.int64) * results.stride_lh
+    m = gl.arange(0, ROWS, l_i.type.layout)
+    gl.store(results.lse_ptr + at + (first + m), lse, mask=first + m < work.rows)
+    return gain / l_i
+
+
+@gluon.jit
+def put_out(out, work, first, results, sizes):
+    """Write a tile that is in shared memory to the rows of out from ``first`` on; behind the last row is
+    another's.
+    """
+    fence_async_shared()
+    left = work.rows - first
+    if not sizes.PACKED:
+        plane, head = work.plane.to(gl.int32), work.head.to(gl.int32)
+        async_store(results.out_desc, [plane, first, head, 0], out)
+    elif left >= ROWS:
+        row = work.row.to(gl.int32) + first
+        async_store(results.out_desc, [0, row, work.head.to(gl.int32), 0], out)
+    elif left > 0:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        m, e = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, sizes.E, gl.SliceLayout(0, LAYOUT))
+        at = (work.row + first + m) * results.stride_os
+        at = at[:, None] + (work.head.to(gl.int64) * results.stride_oh + e)[None, :]
+        gl.store(results.out_ptr + at, out.load(LAYOUT), mask=(m < left)[:, None] & (e < results.e)[None, :])
+
+
+@gluon.jit
+def consume(
+    number: gl.constexpr, call, mask_tensors, score_tensors, results, shared, sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
+    """Attention of the queries of one consumer, tile after tile."""
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    FIRST_ROW: gl.constexpr = number * ROWS
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    out = shared.out.index(number)
+    slots, count = RingSlots(0, 0, 0, 0), 0
+    make_flag(number)
+    tile = wait_for_work(count, shared)
+    while tile < call.tiles:
+        work = read(count, shared, sizes)
+        start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
+        origin = origin_of(call.origin_ptr, work.sequence, call.batch)
+        band = KeyBand(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        every = visits_of(work, band, call, sizes)
+        if sizes.SPARSE:
+            bottom, top = 0, every.count
+        else:
+            mine, all_bottom = blocks_of(work, band, sizes, FIRST_ROW, ROWS), every.top - every.count
+            bottom = gl.minimum(gl.maximum(mine.bottom, all_bottom), every.top - 1)
+            top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
+            slots = hand_back(slots, every.top - top, shared, sizes)
+
+        slope = None
+        if call.slopes_ptr is not None:
+            slope = load_slope(call.slopes_ptr, call.stride_slopes, work.sequence, work.head, call.batch)
+        modifiers = Modifiers(call.scale, call.softcap, slope)
+        i = work.others - work.rows + work.start + FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        q_slot = count % sizes.Q_SLOTS * sizes.CONSUMERS + number
+        mbarrier.wait(shared.q_full.index(q_slot), (count // sizes.Q_SLOTS) & 1)
+        q = shared.q.index(q_slot)
+        if sizes.Q_IN_REGISTERS:  # a third less to read of shared memory
+            q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+            if not sizes.OUT_IN_Q:
+                mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
+        queries = (q, q_slot, i, zero)
+
+        given = FunctionArguments(
+            work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors
+        )
+        block = visited(every, 0, sizes) if sizes.SPARSE else top - 1
+        visit = Visit(block, block, True, top - bottom > 1)
+        state, slots = first_step(
+            slots, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE
+        )
+        if not sizes.SPARSE:
+            full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
+            full_bottom = bottom
+            if sizes.HIDES_FIRST:
+                full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
+        for n in range(1, top - bottom):
+            if sizes.SPARSE:
+                before, block = block, visited(every, n, sizes)
+                visit = Visit(block, before, n < every.cut, n + 1 < top)
+            else:  # b is no variable of the loop
+                b = block - n
+                visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
+            state, slots = step(
+                state, slots, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE
+            )
+
+        p = opaque_halves(state.p)
+        if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
+            mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
+        mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
+        if sizes.HOLES:
+            clear_others(shared.v.index(slots.v), (block if sizes.SPARSE else bottom) * BLOCK_N, band, sizes)
+        acc = warpgroup_mma(p, shared.v.index(slots.v), state.acc, is_async=True)
+        first = work.start + FIRST_ROW
+        l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
+        share = gl.convert_layout(
+            put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS)
+        )
+        sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
+        if not sizes.OUT_IN_Q:
+            tma.store_wait(0)  # the last tile has left the buffer
+        acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
+        v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
+        slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
+        if not sizes.SPARSE:
+            slots = hand_back(slots, bottom - all_bottom, shared, sizes)
+        # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
+        # selected.
+        acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
+        out.store(acc.to(shared.v.dtype))
+        put_out(out, work, first, results, sizes)
+        if sizes.OUT_IN_Q:  # the next queries may come when out has left
+            tma.store_wait(0)
+            mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
+        count += 1
+        tile = wait_for_work(count, shared)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=[*COUNTS, "tiles"])
 def forward(
-    out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,  # all but the first two may be None
-    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,
+    out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each but two may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr, lists_ptr,
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc, mask_tensors, score_tensors,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
-    D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
+    D: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr, BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # functions of indices, or None
 ):  # fmt: skip
-    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
-
-    For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``. fp8 inputs come with descales, and use
-    two consumers.
+    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
+    t]``.
     """
-    FP8: gl.constexpr = q_descale_ptr is not None
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
-    PIECES: gl.constexpr = E_MAIN // 64 if FP8 and E_MAIN > 128 else 1
+    THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q,
-        HOLES, HIDES_FIRST, PACKED, PIECES, CONSUMERS * 128 + 32, FP8, MASK is not None,
+        HOLES, HIDES_FIRST, PACKED, 1, THREADS, SPARSE=MASK is not None,
     )  # fmt: skip
-    shared = allocate(q_desc.dtype, out_desc.dtype, sizes)
+    dtype: gl.constexpr = q_desc.dtype
+    q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)
+    k, v = ring(dtype, K_SLOTS, BLOCK_N, D_MAIN), ring(dtype, V_SLOTS, BLOCK_N, E_MAIN)
+    q_tail, k_tail, out = q, k, q
+    if D_TAIL:
+        q_tail, k_tail = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_TAIL), ring(dtype, K_SLOTS, BLOCK_N, D_TAIL)
+    if not OUT_IN_Q:
+        out = ring(dtype, CONSUMERS, ROWS, E_MAIN)
+    work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shared = ForwardShared(
+        q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(Q_SLOTS * CONSUMERS),
+        barriers(Q_SLOTS * CONSUMERS), barriers(K_SLOTS), barriers(V_SLOTS),
+    )  # fmt: skip
     fence_async_shared()
     call = ForwardCall(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr,
@@ -85,21 +251,7 @@ def forward(
     results = ForwardOutputs(
         out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E
     )
-    if FP8:
-        descales = HeadDescales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
-        gl.warp_specialize(
-            [
-                (consume_fp8, (0, call, descales, results, shared, sizes)),
-                (consume_fp8, (1, call, descales, results, shared, sizes)),
-                (
-                    produce,
-                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
-                ),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif CONSUMERS == 2:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),

@@ -18,7 +18,7 @@ from ...scores import Modifiers, load_slope, modify, unit_of
 from ...stored_bytes import both_factors, in_range, split_scale
 from ...tile import ChannelBlocks
 from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers
-from ..splits import entry_of, raised, tiles_of
+from ..splits import entry_of, raised
 from .results import finish, store_channels
 from .shared import (
     BOX,
@@ -63,10 +63,17 @@ class EvenOddSums(NamedTuple):
 
 
 @gluon.jit
+def tiles_of(split):
+    """The number of the first tile, and how many there are."""
+    first = split.low // TILE
+    return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0)
+
+
+@gluon.jit
 def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, sizes):
     """Run the producer warp: load each tile as its slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
-    first, tiles = tiles_of(split, TILE)
+    first, tiles = tiles_of(split)
     head, n = split.head * WARPS, first * TILE
     entries = (entry_of(n, split, call, sizes.PAGE), entry_of(n + TOKENS, split, call, sizes.PAGE))
     for t in range(tiles):
@@ -80,7 +87,7 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
         full = shared.full.index(slot)
         mbarrier.expect(full, (BOX + TOKENS * 4) * 4 * WARPS)
         for group in gl.static_range(2):
-            row, number = row_of(entries[group], n + group * TOKENS, call, sizes.PAGE), slot * 4 + group
+            row, number = row_of(entries[group], n + group * TOKENS, call, sizes), slot * 4 + group
             async_load(k_desc, [head, row, 0], full, shared.boxes.index(number))
             async_load(k_scale_desc, [row, head], full, shared.scales.index(number))
             async_load(v_desc, [head, row, 0], full, shared.boxes.index(number + 2))
@@ -192,14 +199,13 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
     even, odd, gain = load_queries(queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    offset = origin.query - origin.key
-    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
+    band = KeyBand(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     head, token = rows_in(0, split, call, BY_ROW, sizes)
-    i = gl.expand_dims((split.length - split.count + token)[None, :], 2)
-    slope = None
+    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch)
-        slope = gl.expand_dims(slope, 2)
+        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
     modifiers = Modifiers(
         gl.expand_dims(call.scale * gl.convert_layout(gain, BY_ROW), 2), call.softcap, slope
     )
@@ -207,7 +213,7 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
     nothing = gl.zeros([WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([WARPS, M], float("-inf"), gl.float32, BY_ROW)
     state = EvenOddSums(nothing, nothing, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS), least)
-    first, tiles = tiles_of(split, TILE)
+    first, tiles = tiles_of(split)
     SLOTS: gl.constexpr = shared.full.shape[0]
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TILE

@@ -29,7 +29,6 @@ from .shared import (
     threads_of,
     tiles_of,
     tokens_in,
-    tokens_of_tile,
 )
 
 
@@ -62,7 +61,7 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
     """Add the tile of tokens from ``n`` on to the running sums."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
-    TILE: gl.constexpr = tokens_of_tile(sizes)
+    TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
     left, right = both_halves(boxes, number, True, sizes)
     s = mma_v2(q[1], right, mma_v2(q[0], left, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS)))
     left, right = both_halves(boxes, number + 2, False, sizes)
@@ -93,21 +92,19 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
     right = load_queries(number, 1, queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    offset = origin.query - origin.key
-    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
+    band = KeyBand(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     head, token = rows_in(number, split, call, BY_ROW, sizes)
-    i = gl.expand_dims((split.length - split.count + token)[None, :], 2)
-    slope = None
+    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch)
-        slope = gl.expand_dims(slope, 2)
+        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     nothing = gl.zeros([sizes.WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([sizes.WARPS, M], float("-inf"), gl.float32, BY_ROW)
     state = BothHalvesSums(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
-    TILE: gl.constexpr = tokens_of_tile(sizes)
-    first, tiles = tiles_of(split, TILE)
+    first, tiles, TILE = tiles_of(split, sizes)
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TILE
         mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..primitives import FIRST, async_load, barrier_sync, reinterpret
-from ..splits import entry_of, row_of, tiles_of
+from ..splits import entry_of
 
 M: gl.constexpr = gl.constexpr(16)  # query rows per KV head in a warp
 TOKENS: gl.constexpr = gl.constexpr(16)  # tokens of a tile per warp
@@ -45,15 +45,24 @@ def factor_of(warps, number):
 
 
 @gluon.constexpr_function
-def tokens_of_tile(sizes):
-    """Return the tokens per tile: 16 for each warp of a KV head."""
-    return sizes.WARPS // sizes.HEADS * TOKENS
-
-
-@gluon.constexpr_function
 def threads_of(sizes):
     """Return the number of threads of all consumers and the producer."""
     return (sizes.WARPS * sizes.BLOCK_M // M + 1) * 32
+
+
+@gluon.jit
+def tiles_of(split, sizes):
+    """The number of the first tile, how many there are, and tokens of each."""
+    TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
+    first = split.low // TILE
+    return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0), TILE
+
+
+@gluon.jit
+def row_of(entry, n, call, sizes):
+    """The row of the planes where token ``n`` lies, on a page that there is."""
+    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
+    return page * call.page_rows + (n % sizes.PAGE if sizes.PAGE else n)
 
 
 @gluon.jit
@@ -78,8 +87,7 @@ def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
 def produce(k_desc, v_desc, split, call, shared, sizes):
     """Run the producer warp: load each tile as its slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
-    TILE: gl.constexpr = tokens_of_tile(sizes)
-    first, tiles = tiles_of(split, TILE)
+    first, tiles, TILE = tiles_of(split, sizes)
     head = split.head * sizes.HEADS
     entries = entries_at(first * TILE, split, call, sizes)
     for t in range(tiles):
@@ -90,7 +98,7 @@ def produce(k_desc, v_desc, split, call, shared, sizes):
         full, number = shared.full.index(slot), slot * 4
         mbarrier.expect(full, BOX * 4 * sizes.WARPS)
         for part in gl.static_range(sizes.WARPS // sizes.HEADS):
-            row = row_of(entries[part], n + part * TOKENS, call, sizes.PAGE)
+            row = row_of(entries[part], n + part * TOKENS, call, sizes)
             load_part(k_desc, shared.boxes, number, part, head, row, full, sizes)
             load_part(v_desc, shared.boxes, number + 2, part, head, row, full, sizes)
         entries = following

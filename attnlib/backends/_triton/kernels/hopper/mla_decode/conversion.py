@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..primitives import async_load, barrier_sync, reinterpret
-from ..splits import TOKENS, entry_of, tiles_of
-from .shared import HALF, TAIL, first_entry, row_of_tile
+from ..splits import TOKENS, entry_of
+from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
 WORDS: gl.constexpr = gl.constexpr(32)  # four bytes each: a quarter of the channels
 # A thread turns 16 bytes into 32. Four threads write a line of 128 bytes, and eight write two lines, which
@@ -76,10 +76,10 @@ def convert(
     Loads run half a tile ahead.
     """
     STORED: gl.constexpr = k_ptr.dtype.element_ty
-    first, tiles = tiles_of(split, TOKENS)
-    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
+    first, tiles = tiles_of(split)
+    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
     entry = first_entry(first, split, call, PAGE)
-    row = row_of_tile(entry, first * TOKENS, split, call, PAGE)
+    row = row_of(entry, first * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)
     a, b, scale = load_bytes(k_ptr, rows, 0), load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
     for t in range(tiles):
@@ -97,7 +97,7 @@ def convert(
             barrier_sync(RIGHT + slot, THREADS)
         mbarrier.expect(full, TOKENS * TAIL * 2)
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
-        row = row_of_tile(entry, n, split, call, PAGE)
+        row = row_of(entry, n, split, call, PAGE)
         rows = rows_from(row, call)
         store_scaled(a, scale, right, 0, STORED)
         a = load_bytes(k_ptr, rows, 0)

@@ -13,9 +13,12 @@ from triton.language.extra.cuda import gdc_wait
 from ...paged import claimed
 from ...tile import COUNTS
 from ..splits import DecodeCall, DecodeOutputs, QueryRows, split_of
+from .conversion import convert
 from .rows_16 import allocate_rows_16, decode_rows_16
 from .rows_16_int8_fp8 import allocate_rows_16_int8_fp8, decode_rows_16_int8_fp8
-from .rows_64 import allocate_rows_64, decode_rows_64
+from .rows_64 import LEFT, RIGHT, WITH_LOADERS, WITH_PRODUCER, allocate_rows_64
+from .rows_64 import consume as consume_rows_64
+from .rows_64 import produce as produce_rows_64
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -57,8 +60,30 @@ def decode_mla(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
-    if BLOCK_M == 64:
-        decode_rows_64(k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE)
+    if BLOCK_M == 64:  # called from a device function, its warps get other machine code
+        if k_scale_ptr is None:
+            gl.warp_specialize(
+                [
+                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_PRODUCER)),
+                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_PRODUCER)),
+                    (produce_rows_64, (k_desc, tail_desc, split, call, shared, PAGE)),
+                ],
+                [4, 1],
+                [240, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_LOADERS)),
+                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_LOADERS)),
+                    (
+                        convert,
+                        (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS),
+                    ),
+                ],
+                [4, 4],
+                [216, 72],
+            )
     elif CONVERTED:
         STORED: gl.constexpr = k_ptr.dtype.element_ty
         decode_rows_16_int8_fp8(

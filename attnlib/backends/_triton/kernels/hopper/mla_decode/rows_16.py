@@ -20,18 +20,21 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of
 from ...scores import Modifiers, load_slope
-from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, clear_edges, ring, vectors
-from ..splits import TOKENS, BothHalvesSums, entry_of, tiles_of
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
+from ..splits import TOKENS, BothHalvesSums, entry_of
 from .results import in_fp32, join_and_store
 from .shared import (
     HALF,
     TAIL,
+    clear_others,
     first_entry,
     load_half,
     load_last_half,
     load_queries,
-    row_of_tile,
+    numbers,
+    row_of,
     softmax,
+    tiles_of,
 )
 
 ROWS: gl.constexpr = gl.constexpr(16)
@@ -64,12 +67,12 @@ class Rows16Shared(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load each tile as its slot becomes free."""
-    first, tiles = tiles_of(split, TOKENS)
+    """Load tiles as slots become free."""
+    first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
-        row = row_of_tile(entry, n, split, call, PAGE)
+        row = row_of(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
@@ -103,8 +106,8 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
     fence_async_shared()
     slot = anew(number)
     left, right = shared.left.index(slot), shared.right.index(slot)
-    clear_edges(left, n, split.begin, split.end)
-    clear_edges(right, n, split.begin, split.end)
+    clear_others(left, n, split)
+    clear_others(right, n, split)
     acc_left = warpgroup_mma(left.permute((1, 0)), weights, state.left * factor, is_async=True)
     acc_right = warpgroup_mma(right.permute((1, 0)), weights, state.right * factor, is_async=True)
     l_i = state.l_i * factor + p
@@ -129,20 +132,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    offset = origin.query - origin.key
-    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
+    band = KeyBand(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
-        slope = gl.expand_dims(slope, 0)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     zero, nothing = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), gl.zeros([HALF, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
     state = BothHalvesSums(nothing, nothing, zero, least)
-    first, tiles = tiles_of(split, TOKENS)
+    first, tiles = tiles_of(split)
     for t in range(number, tiles, 2):
         s = scores(number, zero, shared, (t // 2) & 1)
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
@@ -162,7 +165,7 @@ def allocate_rows_16(dtype: gl.constexpr):
     return Rows16Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
         ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS),
-        vectors(4, ROWS), barriers(2), barriers(2),
+        numbers(4, ROWS), barriers(2), barriers(2),
     )  # fmt: skip
 
 

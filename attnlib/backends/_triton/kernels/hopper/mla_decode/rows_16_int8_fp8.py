@@ -20,20 +20,10 @@ from ...band import KeyBand, origin_of
 from ...scores import Modifiers, load_slope, unit_of
 from ...stored_bytes import both_factors, halved, in_range, split_scale
 from ...tile import ChannelBlocks
-from ..primitives import (
-    FIRST,
-    anew,
-    async_load,
-    barrier_arrive,
-    barrier_sync,
-    barriers,
-    clear_edges,
-    ring,
-    vectors,
-)
-from ..splits import TOKENS, BothHalvesSums, entry_of, tiles_of, weighed
+from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
+from ..splits import TOKENS, BothHalvesSums, entry_of, weighed
 from .results import in_fp32, join_and_store
-from .shared import HALF, TAIL, first_entry, load_queries, row_of_tile, scored
+from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -78,12 +68,12 @@ class ChunkSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load each tile as its slot becomes free."""
-    first, tiles = tiles_of(split, TOKENS)
+    """Load tiles as slots become free."""
+    first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % SLOTS, (first + t) * TOKENS
-        row = row_of_tile(entry, n, split, call, PAGE)
+        row = row_of(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= SLOTS:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
@@ -145,8 +135,8 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
-    """Add the tile of tokens from ``n`` on to the running sums; other tokens in it get a scale of 0."""
-    clear_edges(shared.pairs.index(slot), n, split.begin, split.end)
+    """The sums with a tile, from token ``n`` on. What is no token of the sequence has a scale of 0."""
+    clear_others(shared.pairs.index(slot), n, split)
     j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
     scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)
     scale = gl.where((j >= split.begin) & (j < split.end), scale, 0.0)
@@ -181,20 +171,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    offset = origin.query - origin.key
-    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
+    band = KeyBand(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
-        slope = gl.expand_dims(slope, 0)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
     modifiers = Modifiers((call.scale * gain)[None, :], call.softcap, slope)
 
     none = gl.zeros([CHUNK, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
     state = ChunkSums((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
-    first, tiles = tiles_of(split, TOKENS)
+    first, tiles = tiles_of(split)
     for t in range(number, tiles, 2):
         slot = t % SLOTS
         mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
@@ -215,7 +205,7 @@ def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
     return PairsShared(
         ring(gl.float16, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
         ring(dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
-        ring(gl.float16, 2, TOKENS, ROWS), vectors(4, ROWS), barriers(SLOTS),
+        ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS), barriers(SLOTS),
     )  # fmt: skip
 
 

@@ -19,29 +19,21 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...band import KeyBand, origin_of, sees_any
 from ...scores import Modifiers, load_slope
-from ..primitives import (
-    FIRST,
-    anew,
-    barrier_arrive,
-    barrier_sync,
-    barriers,
-    clear_edges,
-    ring,
-    scale_rows_in_place,
-    vectors,
-)
-from ..splits import TOKENS, entry_of, tiles_of
-from .conversion import convert
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
+from ..splits import TOKENS, entry_of
 from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
     HALF,
     TAIL,
+    clear_others,
     first_entry,
     load_half,
     load_last_half,
     load_queries,
-    row_of_tile,
+    numbers,
+    row_of,
     softmax,
+    tiles_of,
 )
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -90,13 +82,13 @@ class OneHalfSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load tiles in pairs, each half as its slot becomes free."""
-    first, tiles = tiles_of(split, TOKENS)
-    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
+    """Load pairs of tiles, each half as its slot becomes free."""
+    first, tiles = tiles_of(split)
+    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
-        row = row_of_tile(entry, n, split, call, PAGE)
+        row = row_of(entry, n, split, call, PAGE)
         entry = entry_of(n + TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(LEFT + slot, WITH_PRODUCER)
@@ -145,7 +137,7 @@ def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)
-    clear_edges(values, n, split.begin, split.end)
+    clear_others(values, n, split)
     p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
     acc = warpgroup_mma(p, values, acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
@@ -160,7 +152,7 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
     m_i = shared.m.index(OTHER).load(gl.SliceLayout(1, SCORES))
     acc, l_i = rescale(state, gl.exp2(state.m_i - gl.where(m_i == float("-inf"), 0.0, m_i)))
     values = shared.left.index(1) if number == 0 else shared.right.index(0)
-    clear_edges(values, n, split.begin, split.end)
+    clear_others(values, n, split)
     return OneHalfSums(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
 
 
@@ -179,20 +171,20 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    offset = origin.query - origin.key
-    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, origin.key)
+    band = KeyBand(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     i = split.length - split.count + r // call.group
     slope = None
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)
-        slope = gl.expand_dims(slope, 1)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[:, None]
     modifiers = Modifiers(call.scale, call.softcap, slope)
 
     zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     state = OneHalfSums(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
-    first, tiles = tiles_of(split, TOKENS)
+    first, tiles = tiles_of(split)
     for pair in range(gl.cdiv(tiles, 2)):
         n, phase = (first + 2 * pair) * TOKENS, pair & 1
         s = scores(number, tail, zero, shared, phase)
@@ -240,36 +232,6 @@ def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
     """Allocate the shared memory of a program; ``CONVERTED`` is True over an int8 or fp8 cache."""
     return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), vectors(4, ROWS), barriers(2),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
         barriers(2, 2 if CONVERTED else 1),
     )  # fmt: skip
-
-
-@gluon.jit
-def decode_rows_64(
-    k_ptr, k_scale_ptr, k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr
-):
-    """Run two consumer warpgroups and a producer warp, or four producer warps that convert int8 or fp8."""
-    if k_scale_ptr is None:
-        gl.warp_specialize(
-            [
-                (consume, (0, queries, split, call, results, shared, WITH_PRODUCER)),
-                (consume, (1, queries, split, call, results, shared, WITH_PRODUCER)),
-                (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, queries, split, call, results, shared, WITH_LOADERS)),
-                (consume, (1, queries, split, call, results, shared, WITH_LOADERS)),
-                (
-                    convert,
-                    (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS),
-                ),
-            ],
-            [4, 4],
-            [216, 72],
-        )

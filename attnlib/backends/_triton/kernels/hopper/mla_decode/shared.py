@@ -2,15 +2,22 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import visible
 from ...scores import modify, unit_of
 from ..primitives import async_load, opaque
-from ..splits import TOKENS, entry_of, row_of, weighed
+from ..splits import TOKENS, entry_of, weighed
 
 HALF: gl.constexpr = gl.constexpr(256)  # channels in half of a latent
 TAIL: gl.constexpr = gl.constexpr(64)  # rotary channels
+
+
+@gluon.jit
+def tiles_of(split):
+    """The number of the first tile, and how many there are."""
+    first = split.low // TOKENS
+    return first, gl.maximum(gl.cdiv(split.high, TOKENS) - first, 0)
 
 
 @gluon.jit
@@ -24,9 +31,11 @@ def first_entry(first, split, call, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def row_of_tile(entry, n, split, call, PAGE: gl.constexpr):
-    """Return the plane row of the tile that begins at token ``n``, at most that of the last tile."""
-    return row_of(entry, gl.minimum(n, gl.maximum(split.high - 1, 0) // TOKENS * TOKENS), call, PAGE)
+def row_of(entry, n, split, call, PAGE: gl.constexpr):
+    """The row of the planes where the tile from token ``n`` on begins, on a page that there is."""
+    n = gl.minimum(n, gl.maximum(split.high - 1, 0) // TOKENS * TOKENS)
+    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
+    return page * call.page_rows + (n % PAGE if PAGE else n)
 
 
 @gluon.jit
@@ -64,6 +73,21 @@ def load_queries(
 
 
 @gluon.jit
+def clear_others(values, n, split):
+    """Zero the rows of a tile, from token ``n`` on, that are no token of the sequence: they may hold
+    anything.
+    """
+    if (n < split.begin) | (n + TOKENS > split.end):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        for first in gl.static_range(0, TOKENS, 16):
+            rows = values.slice(first, 16, 0)
+            j = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            x = rows.load(LAYOUT)
+            rows.store(gl.where(((j >= split.begin) & (j < split.end))[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+
+
+@gluon.jit
 def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
     """Apply score options and the mask to products with a tile of tokens, which begins at token ``n``.
 
@@ -80,3 +104,9 @@ def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
 def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
     """Return a tile's probabilities, the new maximum and the factor for earlier sums (:func:`weighed`)."""
     return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
+
+
+@gluon.jit
+def numbers(COUNT: gl.constexpr, SIZE: gl.constexpr):
+    """Room for ``COUNT`` vectors of fp32."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
