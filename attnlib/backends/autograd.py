@@ -90,7 +90,7 @@ class Operators:
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
         return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
 
-    def repeated(
+    def replay(
         self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool
     ) -> Run:
         """Return a function that repeats a call on new q, k and v through ``run``.

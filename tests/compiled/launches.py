@@ -17,7 +17,7 @@ from attnlib.backends._triton.dense import hopper as variants
 from attnlib.backends._triton.dense import shapes as plans
 from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends._triton.launching import layouts
-from attnlib.backends._triton.launching.launch import Launch, planned
+from attnlib.backends._triton.launching.launch import Launch, plan_cache
 from attnlib.backends._triton.launching.layouts import Key, key_of, layout
 from attnlib.backends.operators import TENSORS, Arguments, count_learnt
 from attnlib.cache.buffer import split_size_of
@@ -61,7 +61,7 @@ def prepared(build: AnyBuild) -> Prepared:
     Raises:
         ValueError: the call of the build does not launch its kernel.
     """
-    planned.cache_clear()  # of other chips, which are no part of what decides a plan
+    plan_cache.cache_clear()  # of other chips, which are no part of what decides a plan
     with (
         patch.object(plans, "arch_of", lambda device: build.arch),
         patch.object(layouts, "processors", lambda device: PROCESSORS[build.arch]),
@@ -160,10 +160,10 @@ def _over_cache(build: CachedBuild) -> Prepared:
             {name: tensors.get(name) for name in names},
         )
 
-    cached_plan = cached.cached_plan
+    decode_plan = cached.decode_plan
 
     def plan(key: Key):
-        return cached_plan(key._replace(tf32=build.dtype == "tf32"))
+        return decode_plan(key._replace(tf32=build.dtype == "tf32"))
 
     with (
         patch.object(
@@ -172,7 +172,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
         patch.object(torch.ops.attnlib, "triton_write", writes._write),
         patch.object(decode_shapes, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
-        patch.object(cached, "cached_plan", plan),
+        patch.object(cached, "decode_plan", plan),
         patch.object(layouts, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         (_write if build.kernel == "write" else _read)(build)

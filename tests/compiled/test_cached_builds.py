@@ -22,7 +22,7 @@ from compiled.launches import DTYPES, prepared
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import Launch, planned
+from attnlib.backends._triton.launching.launch import Launch, plan_cache
 
 pytest.importorskip("triton")
 
@@ -47,12 +47,12 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
             monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
-    planned.cache_clear()
+    plan_cache.cache_clear()
     try:
         for build in cached_entries():
             numbered.pop(prepared(build)[0].options["num_stages"], None)
     finally:
-        planned.cache_clear()
+        plan_cache.cache_clear()
     assert not numbered
 
 

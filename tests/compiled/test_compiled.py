@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from attnlib.backends._triton.dense import tables
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 
 BUILD = Build("forward", 90, (128, 128))
 BINARY = Binary("128 x 64, 8 warps, 3 stages", 255, 24, 160 << 10, 0, 8)
@@ -68,12 +68,12 @@ def test_every_entry_of_the_launch_tables_is_built(monkeypatch):
         anew = tuple((limit, config._replace(stages=first + n)) for n, (limit, config) in enumerate(table))
         numbered |= {config.stages: f"{name}, up to {limit}" for limit, config in anew}
         monkeypatch.setattr(tables, name, anew)
-    planned.cache_clear()
+    plan_cache.cache_clear()
     try:
         for build in entries():
             numbered.pop(prepared(build)[0].arguments.get("STAGES"), None)
     finally:
-        planned.cache_clear()
+        plan_cache.cache_clear()
     assert not numbered
 
 

@@ -89,7 +89,7 @@ def test_results_are_the_same_whatever_trial_fails(monkeypatch):
         with forgotten(), monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)
             CALL_CACHE.clear()
-            launch.planned.cache_clear()
+            launch.plan_cache.cache_clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 results = [attention(q, q, q, mask=CAUSAL) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_results_are_the_same_whatever_trial_fails(monkeypatch):
             hopper = torch.cuda.get_device_capability() == (9, 0)
             assert [x.category for x in caught] == [SlowPathWarning] * hopper
     CALL_CACHE.clear()
-    launch.planned.cache_clear()
+    launch.plan_cache.cache_clear()
 
 
 @SLOW

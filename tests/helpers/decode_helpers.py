@@ -16,7 +16,7 @@ from attnlib.backends._triton.decode import operators as cached
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import checked
@@ -244,11 +244,11 @@ def plan_for(
         patch.setattr(decode_tables, "LARGEST", 32)
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if is_split else 0)
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 def kernel(call: Call) -> str:
     """The name of the kernel that runs a call, and its rows of queries."""
     asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
-    plan = cached.cached_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
+    plan = cached.decode_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
     return f"{plan.decode.kernel.__name__} {plan.decode.arguments['BLOCK_M']}"

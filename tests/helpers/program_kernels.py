@@ -13,7 +13,7 @@ from attnlib.backends._triton.functions.programs import (
     tables,
 )
 from attnlib.backends._triton.functions.ranges import Bounds
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.tracing.trace import FIRST_QUERY
 
 
@@ -110,7 +110,7 @@ def compiled(arch: int = 90) -> None:
     assert (count(of_mask), count(of_score)) == (len(MASKS), len(SCORES))
     for length in (32, 64, 32 * 7, 33, 39):
         documents = torch.zeros(2, length, dtype=torch.int64)
-        planned.cache_clear()  # what is made anew needs no compilation
+        plan_cache.cache_clear()  # what is made anew needs no compilation
         mask = function_of(program_of("mask", MASKS["documents"], [documents]), Bounds())
         of_mask[(1,)](seen, tables([documents]), 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
     # One was for 11 indices, and those below are like it; another is for multiples of 16.

@@ -7,7 +7,7 @@ import pytest
 from kernel_helpers import INTERPRETED
 from quick_interpreter import quick_interpreter
 
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.dispatch.select import CALL_CACHE
 
 FOLDER = Path(__file__).parent
@@ -25,7 +25,7 @@ def quickened():
 @pytest.fixture(autouse=True)
 def _plans_anew():
     """Tests put other tiles into the tables."""
-    planned.cache_clear()
+    plan_cache.cache_clear()
     CALL_CACHE.clear()
 
 

@@ -20,7 +20,7 @@ from attnlib import (
 )
 from attnlib.backends._triton.dense import shapes as triton_plans
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
@@ -46,7 +46,7 @@ def launch(
     terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 6)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 4, False)
-    planned.cache_clear()
+    plan_cache.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
             patch.setattr(triton_plans.tables, name, lambda case, *, keys: tiles)

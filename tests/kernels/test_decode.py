@@ -21,7 +21,7 @@ from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.decode import operators as triton_cached
 from attnlib.backends._triton.decode import shapes as decode_shapes
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import Score, checked
@@ -394,9 +394,9 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
         call = store(layout, Sizes((5,), page_size=page_size, order=order)).call(1, 32).scheduled()
         asked = checked(Attention(call.q.to(DEVICE), CAUSAL, kv=call.stored.view))
         arguments = flat_over_view(asked, call.stored.view.schedule)
-        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)).decode.blocks)
+        return bool(triton_cached.decode_plan(triton_cached.decode_key(arguments)).decode.blocks)
 
-    planned.cache_clear()
+    plan_cache.cache_clear()
     monkeypatch.setattr(decode_shapes, "arch_of", lambda device: 90)
     wide = KVLayout.latent(512, 64, dtype=torch.float16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
@@ -409,7 +409,7 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
         True,
         False,
     ]
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from kernel_helpers import DEVICE
 from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_mod
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.masks.ready_made import attention_sinks
 
 SIZES = [
@@ -46,9 +46,9 @@ def _small(request, monkeypatch):
     block_m, block_n, grain = request.param
     monkeypatch.setattr(decode_tables, "GRAIN", grain)
     monkeypatch.setattr(decode_tables, "decode", lambda case: LaunchConfig(block_m, block_n, 1, 4))
-    planned.cache_clear()
+    plan_cache.cache_clear()
     yield
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 class Sequences:

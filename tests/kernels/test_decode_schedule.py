@@ -12,7 +12,7 @@ from attnlib.backends._triton.decode import schedule as triton_schedule
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.decode.tables import ENTRY, FINEST, GRANULARITY, HALVINGS
 from attnlib.backends._triton.launching import layouts
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
 
@@ -23,11 +23,11 @@ def device(monkeypatch):
 
     def of(processors: int) -> torch.device:
         monkeypatch.setattr(layouts, "processors", lambda device: processors)
-        planned.cache_clear()
+        plan_cache.cache_clear()
         return torch.device(DEVICE)
 
     yield of
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:

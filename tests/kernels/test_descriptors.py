@@ -8,7 +8,7 @@ from kernel_helpers import DEVICE
 from attnlib import CAUSAL, FULL, attention_with_lse, sliding, varlen_attention_with_lse
 from attnlib.backends._triton.dense import shapes as triton_plans
 from attnlib.backends._triton.dense import tables
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 
 
 def gradients(tensors, tma, monkeypatch, mask, cu=None):
@@ -17,7 +17,7 @@ def gradients(tensors, tma, monkeypatch, mask, cu=None):
     monkeypatch.setattr(tables, "forward", lambda case, *, keys: tiles._replace(tma=tma and case.aligned))
     for name in ("backward_keys", "backward_queries"):
         monkeypatch.setattr(tables, name, lambda case, *, keys: tiles._replace(tma=tma and case.aligned))
-    planned.cache_clear()
+    plan_cache.cache_clear()
     leaves = [x.detach().requires_grad_() for x in tensors]
     if cu is None:
         out, lse = attention_with_lse(*leaves, mask=mask, backend="triton")

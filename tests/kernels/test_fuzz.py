@@ -11,7 +11,7 @@ from attnlib.backends._triton.dense import shapes as triton_plans
 from attnlib.backends._triton.dense.operators import Dense
 from attnlib.backends._triton.functions import sources
 from attnlib.backends._triton.functions.ranges import Range
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.tracing.program import Value
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
@@ -31,9 +31,9 @@ SHARES = [
 @pytest.fixture(autouse=True)
 def _launches_anew():
     """What a planted bug plans is no other test's."""
-    planned.cache_clear()
+    plan_cache.cache_clear()
     yield
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 @pytest.mark.parametrize(("kind", "first", "count"), SHARES)

@@ -10,7 +10,7 @@ from kernel_helpers import INTERPRETED
 
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
 from attnlib.backends._triton.decode import tables as decode_tables
-from attnlib.backends._triton.launching.launch import planned
+from attnlib.backends._triton.launching.launch import plan_cache
 
 LENGTHS = (1024, 5, 327, 513, 70, 2000)
 STARTS = (100, 0, 65, 512, 0, 1990)
@@ -23,9 +23,9 @@ if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capabil
 def of_any_size(monkeypatch):
     """Caches with little room are for the plain kernel otherwise."""
     monkeypatch.setattr(decode_tables, "LEAST_CACHED", 1)
-    planned.cache_clear()
+    plan_cache.cache_clear()
     yield
-    planned.cache_clear()
+    plan_cache.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from ...autograd import register_cached
 from ...operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
 from ..functions.programs import captured
 from ..launching.config import LaunchConfig
-from ..launching.launch import Block, Launch, remembered
+from ..launching.launch import Block, Launch, cached_plan
 from ..launching.layouts import Key, key_of
-from ..launching.repeated import Repeated, blank
+from ..launching.replay import Replay, blank
 from . import mask_tiles, schedule
 from . import tables as decode_tables
 from .shapes import DecodeShapes
@@ -62,7 +62,7 @@ class Cached:
         """Return the name of the kernels that run a call: "plain" or "Hopper"."""
         given = _schedule_of(call.kv)
         a = flat_over_view(call, given)
-        return cached_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
+        return decode_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
 
     def prepare(self, call: Call) -> Run | None:
         """Return a function that repeats a call on new queries of the same layout; None if impossible.
@@ -79,10 +79,10 @@ class Cached:
         ):
             return None
         a = flat_over_view(call, given)
-        plan = cached_plan(self.key(a))
+        plan = decode_plan(self.key(a))
         a = a._replace(q=None, q_descale=None)  # the cached call must not keep this call's tensors alive
         launches = [plan.decode] if plan.combine is None else [plan.decode, plan.combine]
-        launch = Repeated(launches, _tensors(a), "q", "out", "lse", "split", "q_descale")
+        launch = Replay(launches, _tensors(a), "q", "out", "lse", "split", "q_descale")
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         blank_out = blank((*q.shape[:-1], spec.value_dim), result_dtype(q.dtype), q.device)
         blank_lse = blank(lse_shape, torch.float32, q.device) if call.lse else None
@@ -117,7 +117,7 @@ class Cached:
         if not (out.numel() and a.lengths.numel()):
             return out.zero_(), lse.fill_(-torch.inf)
         a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
-        plan = cached_plan(self.key(a))
+        plan = decode_plan(self.key(a))
         tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)} | captured(a)
         if plan.sparse is not None:
             tensors["states"] = a.q.new_empty(plan.sparse.states, dtype=torch.int8)
@@ -197,8 +197,8 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     return blocks | {"k_desc": Block("k", rows, width, of_heads=False, gluon=own, pairs=pairs)}
 
 
-@remembered
-def cached_plan(key: Key) -> DecodePlan:
+@cached_plan
+def decode_plan(key: Key) -> DecodePlan:
     """Return the launches of a call, from the cache of launch plans."""
     from ..kernels.split_kv import combine
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....call.spec import arch_of
 from ....internal.watched import are_watched
 from ..launching.config import LaunchConfig, power_of_two
-from ..launching.launch import Launch, remembered
+from ..launching.launch import Launch, cached_plan
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
@@ -140,7 +140,7 @@ def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
     return buffer[first : first + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-@remembered
+@cached_plan
 def _sending_queries(
     device: torch.device, rank: int, count: int, lines: int, width: int, dtype: torch.dtype
 ) -> Launch:
@@ -151,7 +151,7 @@ def _sending_queries(
     return Launch(send_queries, programs, arguments, QUERIES, early=early)
 
 
-@remembered
+@cached_plan
 def _exchanging(
     device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Launch, Launch]:

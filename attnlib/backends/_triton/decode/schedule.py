@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..launching import layouts
 from ..launching.config import LaunchConfig, power_of_two
-from ..launching.launch import Launch, remembered
+from ..launching.launch import Launch, cached_plan
 from . import tables as decode_tables
 
 
@@ -40,7 +40,7 @@ def update_schedule(
     plan.on({"starts": starts, "lengths": lengths, "schedule": schedule})
 
 
-@remembered
+@cached_plan
 def _plan(
     device: torch.device, shape: torch.Size, batch: int, limit: int, reach: int, split_size: int
 ) -> Launch:

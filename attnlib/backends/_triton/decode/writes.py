@@ -14,9 +14,9 @@ from ....rope.rope import Angles, check_rotation
 from ...operators import WRITE, WriteArguments, fake_write
 from ...registration import Operator, register
 from ..launching.config import LaunchConfig, fitting, power_of_two
-from ..launching.launch import Launch, against, remembered
+from ..launching.launch import Launch, against, cached_plan
 from ..launching.layouts import Key, key_of, strides
-from ..launching.repeated import Repeated
+from ..launching.replay import Replay
 
 # Values per tile, by the number of values written; not timed.
 TILES = ((1 << 20, 512), (inf, 2048))
@@ -60,7 +60,7 @@ def _arguments(
 
 def _prepared(a: WriteArguments) -> Write:
     stored = _as_bytes(a)
-    launch = Repeated([plan(key_of(stored, a.slots))], stored._asdict(), "new_k", "new_v", "cos", "sin")
+    launch = Replay([plan(key_of(stored, a.slots))], stored._asdict(), "new_k", "new_v", "cos", "sin")
     # A cached write must not keep the tensors of its first call alive.
     a = a._replace(new_k=None, new_v=None, cos=None, sin=None)
 
@@ -96,7 +96,7 @@ def _with_whole_rows(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-@remembered
+@cached_plan
 def plan(key: Key) -> Launch:
     """Return the launch of a write.
 

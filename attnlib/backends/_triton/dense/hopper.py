@@ -11,7 +11,7 @@ from ...operators import Arguments
 from ..launching import layouts
 from ..launching.config import LaunchConfig
 from ..launching.direct import streams
-from ..launching.launch import Block, Launch, has_gluon, remembered
+from ..launching.launch import Block, Launch, cached_plan, has_gluon
 from ..launching.layouts import Key, Layout
 from . import generic as passes
 from . import hopper_tables, mask_tiles
@@ -54,17 +54,17 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-_counter_of = remembered(_zero)  # kernels reset it to 0
+_counter_of = cached_plan(_zero)  # kernels reset it to 0
 
 
-@remembered
+@cached_plan
 def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
     """Return the launch that classifies the tiles of a mask function, and the shape of its output."""
     x = DenseShapes(key)
     return mask_tiles.states(x), x.states
 
 
-@remembered
+@cached_plan
 def forward(key: Key) -> Forward:
     """Return the launches of a forward, which write out and lse."""
     x, a = DenseShapes(key), key.layouts
@@ -80,7 +80,7 @@ def forward(key: Key) -> Forward:
     return Forward(launches, "plain", lists=lists)
 
 
-@remembered
+@cached_plan
 def triton_version() -> tuple[int, int]:
     """Return Triton's version as (major, minor); tile tables depend on its compiler."""
     import triton
@@ -145,7 +145,7 @@ def in_order(key: Key) -> Key:
     return key._replace(in_order=True) if torch.are_deterministic_algorithms_enabled() else key
 
 
-@remembered
+@cached_plan
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts

@@ -15,7 +15,7 @@ from ...autograd import Operators
 from ...operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from ..functions.programs import captured
 from ..launching.layouts import Key, contiguous, key_of, layout
-from ..launching.repeated import Repeated, blank
+from ..launching.replay import Replay, blank
 from . import hopper as variants
 
 
@@ -57,12 +57,12 @@ class Dense:
         given = flat(call)
         # The cached call must not keep this call's tensors alive.
         a = given._replace(q=None, k=None, v=None, **dict.fromkeys(Descales._fields))
-        run = self._repeated(given, a)
+        run = self._replay(given, a)
         if not call.spec.grad:
             return run
-        return self.operators.repeated(run, _RepeatedBackward(self._key(given), given, a), a, lse=call.lse)
+        return self.operators.replay(run, _BackwardReplay(self._key(given), given, a), a, lse=call.lse)
 
-    def _repeated(self, given: Arguments, a: Arguments) -> Run:
+    def _replay(self, given: Arguments, a: Arguments) -> Run:
         """Return a function that repeats the forward of ``given`` on new q, k, v and descales.
 
         ``a`` has all other arguments.
@@ -70,7 +70,7 @@ class Dense:
         q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
         blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
-        on = Repeated(
+        on = Replay(
             plan.launches,
             a._asdict() | {"lists": None},
             *"qkv",
@@ -167,7 +167,7 @@ class Dense:
         return dq, dk, dv, dslopes, delta
 
 
-class _RepeatedBackward:
+class _BackwardReplay:
     """The cached backward of a call: it repeats the launches for ``given`` on new q, k and v.
 
     ``a`` has all other arguments.
@@ -182,7 +182,7 @@ class _RepeatedBackward:
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
         self._rows = -(-math.prod(lse.shape) // 4) * 4  # rounded up to 16 bytes
         # By torch's deterministic setting: the launches, and a function that allocates their buffer.
-        self._planned: dict[bool, tuple[Repeated, Callable[[], Tensor]]] = {}
+        self._planned: dict[bool, tuple[Replay, Callable[[], Tensor]]] = {}
 
     def __call__(
         self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
@@ -203,10 +203,10 @@ class _RepeatedBackward:
         )  # fmt: skip
         return (dq, dk, dv) if launches.on(addresses) else None
 
-    def _plan(self) -> tuple[Repeated, Callable[[], Tensor]]:
+    def _plan(self) -> tuple[Replay, Callable[[], Tensor]]:
         plan = variants.backward(variants.in_order(self._key), self._out, None)
         names = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "lse2", "delta", "dq_sums")
-        launches = Repeated(plan.launches, self._arguments, *names)
+        launches = Replay(plan.launches, self._arguments, *names)
         room = blank((2 * self._rows + plan.sums,), torch.float32, self._key.device)
         found = launches, partial(torch.zeros_like if plan.sums else torch.empty_like, room)
         self._planned[torch.are_deterministic_algorithms_enabled()] = found

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....tracing.derivative import derivative
 from ....tracing.program import Program
 from ...operators import AnyArguments, Arguments, CachedArguments, apart
-from ..launching.launch import remembered
+from ..launching.launch import cached_plan
 from .ranges import ANYWHERE, Bounds
 from .sources import FunctionSource, derivative_source, gradients_source, source
 
@@ -30,7 +30,7 @@ def learned(program: Program) -> tuple[int, ...]:
     return tuple(sorted({int(x.tensor.name[1:]) for x in derivative(program).reads}))
 
 
-@remembered
+@cached_plan
 def function_of(program: Program, bounds: Bounds) -> Callable:
     """Return a mask function ``mask(b, h, i, j, first, t)`` or ``score(score, b, h, i, j, first, t)``.
 
@@ -39,7 +39,7 @@ def function_of(program: Program, bounds: Bounds) -> Callable:
     return device_function(source(program, bounds))
 
 
-@remembered
+@cached_plan
 def derivative_of(program: Program, bounds: Bounds) -> Callable:
     """Return ``derivative(score, d, b, h, i, j, first, t)``, the backward of a score function.
 
@@ -48,7 +48,7 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
     return device_function(derivative_source(program, bounds))
 
 
-@remembered
+@cached_plan
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
@@ -92,7 +92,7 @@ def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
     return made
 
 
-@remembered
+@cached_plan
 def _reads(program: str) -> int:
     """Return the number of tensors that a program reads."""
     return len(Program(program).parsed.captured)

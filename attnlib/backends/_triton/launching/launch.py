@@ -28,14 +28,14 @@ GLUON = "dedicated Hopper kernels"
 
 
 @lru_cache(4096)
-def planned(plan: Callable, *key):
+def plan_cache(plan: Callable, *key):
     """Return the launch plan ``plan(*key)`` from the only cache of launch plans."""
     return plan(*key)
 
 
-def remembered(plan: Callable) -> Callable:
+def cached_plan(plan: Callable) -> Callable:
     """Cache the results of a function by its arguments, in the cache of launch plans."""
-    return wraps(plan)(partial(planned, plan))
+    return wraps(plan)(partial(plan_cache, plan))
 
 
 class Block(NamedTuple):
@@ -85,7 +85,7 @@ class Block(NamedTuple):
         return TensorDescriptor(x, shape, strides, list(block))
 
 
-@remembered
+@cached_plan
 def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
     """Return the layout in shared memory of a tile that matrix products read."""
     from triton.experimental.gluon import language as gl

@@ -15,8 +15,8 @@ from attnlib.backends._triton.functions.programs import tables
 from attnlib.backends._triton.launching import direct
 from attnlib.backends._triton.launching import launch as launch_store
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.backends._triton.launching.launch import Block, Launch, remembered
-from attnlib.backends._triton.launching.repeated import Repeated, blank
+from attnlib.backends._triton.launching.launch import Block, Launch, cached_plan
+from attnlib.backends._triton.launching.replay import Replay, blank
 from attnlib.internal import probes
 
 pytest.importorskip("triton")
@@ -97,7 +97,7 @@ def test_a_triton_that_failed_its_trial_launches_every_time(kernel):
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     for _ in range(3):
         launch.on(named(q, k, out))
-        assert not Repeated([launch], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
+        assert not Replay([launch], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
     assert len(kernel.launched) == 3
     assert not kernel.ran
 
@@ -125,7 +125,7 @@ def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", device)
     probes.ANSWERS[direct.STREAMS] = direct.Streams(lambda: current[-1], lambda device: 90 + device)
-    repeated, given = Repeated([launch], named(x, x, x), "out"), named(x, x, x)
+    repeated, given = Replay([launch], named(x, x, x), "out"), named(x, x, x)
     for current[0] in (0, 1, 0):
         launch.on(given)
         assert repeated.on((160,)) == (current[0] == 1)
@@ -317,7 +317,7 @@ def test_what_functions_read_is_handed_on(kernel):
 
 def test_what_is_repeated_takes_the_rest(kernel):
     launch, (q, k, out, other) = made(kernel), torch.zeros(4, 8).unbind()
-    call = Repeated([launch, launch], named(q, k), "query", "nobody", "out")
+    call = Replay([launch, launch], named(q, k), "query", "nobody", "out")
     assert not call.on((q.data_ptr(), 0, out.data_ptr()))  # which has never been launched
     launch.on(named(q, k, out))
     assert call.on((other.data_ptr(), 5 * 16, out.data_ptr()))
@@ -327,13 +327,13 @@ def test_what_is_repeated_takes_the_rest(kernel):
     assert len(kernel.ran) == 2
     empty = made(kernel, programs=0)
     empty.on(named(q, k, out))
-    assert not Repeated([empty], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
+    assert not Replay([empty], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
     assert len(kernel.launched) == 1
 
 
 def test_a_profiler_sees_what_is_repeated(kernel, monkeypatch):
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
-    call = Repeated([launch], named(q, k), "query", "out")
+    call = Replay([launch], named(q, k), "query", "out")
     launch.on(named(q, k, out))
     monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
     assert not call.on((q.data_ptr(), out.data_ptr()))
@@ -344,7 +344,7 @@ def test_descriptors_follow_the_tensors(kernel, names):
     launch = made(kernel, {"key_desc": Block("key", 4, 16)})
     q, k, out = (torch.zeros(2, 8, 1, 16) for _ in range(3))
     tensors = {"query": q, "key": k, "out": out}
-    call = Repeated([launch], named(q, k), *names)
+    call = Replay([launch], named(q, k), *names)
     for _ in range(2):
         launch.on(tensors)
     assert call.on([tensors[name].data_ptr() for name in names])
@@ -368,10 +368,10 @@ def launched_on_new_tensors(launch):
 
 
 def test_plans_are_remembered_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(launch_store, "planned", lru_cache(2)(launch_store.planned.__wrapped__))
+    monkeypatch.setattr(launch_store, "plan_cache", lru_cache(2)(launch_store.plan_cache.__wrapped__))
     asked = []
 
-    @remembered
+    @cached_plan
     def plan(key):
         asked.append(key)
         return [key]
@@ -380,7 +380,7 @@ def test_plans_are_remembered_up_to_a_limit(monkeypatch):
     for key in (2, 3, 1):
         plan(key)
     assert asked == [1, 2, 3, 1]
-    assert launch_store.planned.cache_info().currsize <= 2
+    assert launch_store.plan_cache.cache_info().currsize <= 2
 
 
 def test_what_is_like_a_blank_is_as_anything_new():

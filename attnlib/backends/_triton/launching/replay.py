@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .direct import STREAM, CachedLaunch
-from .launch import Launch, remembered
+from .launch import Launch, cached_plan
 
 
 class _Prepared(NamedTuple):
@@ -25,7 +25,7 @@ class _Prepared(NamedTuple):
     descriptors: list[tuple]
 
 
-class Repeated:
+class Replay:
     """A sequence of cached launches on fixed tensors, except for ``names``, which change with each call.
 
     ``names`` may include tensors that no kernel takes, and absent tensors, whose address is 0.
@@ -86,6 +86,6 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return _single_element(dtype, device).expand(tuple(shape))
 
 
-@remembered
+@cached_plan
 def _single_element(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device)
