@@ -33,7 +33,7 @@ from .upto_256 import consume_keys, consume_values
 
 @gluon.jit
 def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
-    """Room for ``SLOTS`` vectors."""
+    """Allocate shared memory for ``SLOTS`` fp32 vectors of ``LENGTH`` elements."""
     return gl.allocate_shared_memory(gl.float32, [SLOTS, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

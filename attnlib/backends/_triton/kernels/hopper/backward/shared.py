@@ -245,7 +245,10 @@ def full_queries(j, job, band):
 
 @gluon.jit
 def clear_outside(tile, n, low, high):
-    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
+    """Zero the rows of ``tile`` outside ``[low, high)``, which may hold arbitrary data.
+
+    The first row of the tile has number ``n``.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HEIGHT: gl.constexpr = tile.shape[0]
     for first in gl.static_range(0, HEIGHT, 16):

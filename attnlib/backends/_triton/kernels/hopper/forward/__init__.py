@@ -1,5 +1,5 @@
 """The Hopper forward: a producer warp loads tiles, consumer warpgroups overlap softmax with matrix products.
 
-``kernel.py`` and ``kernel_fp8.py`` are the entry points. The other files are device functions, named by their
-part.
+``kernel.py`` and ``kernel_fp8.py`` are the entry points. The other files hold their device functions, except
+``transpose_values.py``, a kernel that runs before ``kernel_fp8.py``.
 """

@@ -81,8 +81,9 @@ def issue_scores(q, q_slot, slot, shared, zero, sizes):
 
 @gluon.jit
 def clear_others(values, n, band, sizes):
-    """Zero the rows of values, from key ``n`` on, that no key of this sequence has: they may hold
-    anything.
+    """Zero the value rows outside the sequence's keys, which may hold arbitrary data.
+
+    ``n`` is the first key of the block. A fence makes the zeros visible to wgmma.
     """
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     if (n < band.start) | (n + BLOCK_N > band.end):
@@ -139,9 +140,9 @@ def scores(
 
 @gluon.jit
 def softmax(s, m_i, moves, unit):
-    """Probabilities, the maximum that they are relative to, what sums so far are scaled by.
+    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
 
-    The maximum is that of the rows that ``moves`` names; others keep theirs. Sums are exact all the same.
+    Only rows in ``moves`` get a new maximum; the other rows keep theirs, and their sums are still exact.
     """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit), m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
@@ -215,7 +216,10 @@ def first_step(
     slots, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """The state after the first block, whose probabilities wait for their product."""
+    """Return the state and the ring slots after the first key block.
+
+    Its probabilities still await their product with the values.
+    """
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)

@@ -91,15 +91,21 @@ def scaled(pieces, factor):
 
 @gluon.jit
 def softmax_fp8(s, m_i, moves, unit):
-    """:func:`softmax` whose largest probability is 2 to the power of ``RAISED``."""
+    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
+
+    Only rows in ``moves`` get a new maximum; their probabilities are then at most ``2 ** RAISED``, not 1.
+    """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit - RAISED), m_i)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: avoids NaN
     return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
 
 
 @gluon.jit
 def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
-    """The state after the first block, whose probabilities wait for their product."""
+    """Return the state and the ring slots after the first key block.
+
+    Its probabilities still await their product with the values.
+    """
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)

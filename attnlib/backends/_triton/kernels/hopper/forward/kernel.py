@@ -1,6 +1,8 @@
 """The Hopper forward in Gluon, after FlashAttention-3: a persistent kernel with one program per SM.
 
-A producer warp loads by descriptors, and consumers of 64 queries each multiply.
+A producer warp loads through TMA descriptors, and consumer warpgroups compute 64 queries each.
+
+Paper: Shah et al., 2024, arXiv 2407.08608.
 """
 
 from typing import NamedTuple
@@ -38,7 +40,7 @@ from .shared import (
 
 
 class ForwardOutputs(NamedTuple):
-    """Where out and the LSE go."""
+    """The outputs of the forward: a TMA descriptor, pointers, strides, and the value dimension ``e``."""
 
     out_desc: gl.tensor
     out_ptr: gl.tensor
@@ -53,8 +55,9 @@ class ForwardOutputs(NamedTuple):
 
 @gluon.jit
 def with_sink(m_i, l_i, work, call):
-    """The maximum and the sum with a sink, which is a key whose value is 0; and what out is scaled by for
-    it.
+    """Return the maximum and the sum with the attention sink included, and the factor for the output sums.
+
+    A sink acts as a key whose value is 0.
     """
     if call.sinks_ptr is None:
         return m_i, l_i, 1.0
@@ -69,7 +72,7 @@ def with_sink(m_i, l_i, work, call):
 
 @gluon.jit
 def put_lse(m_i, l_i, work, first, call, results):
-    """Write the LSE of the rows from ``first`` on; what their sums are to be multiplied by."""
+    """Write the LSE of the rows from ``first`` on; return the factor that normalizes their output sums."""
     m_i, l_i, gain = with_sink(m_i, l_i, work, call)
     nothing = l_i == 0.0
     l_i = gl.where(nothing, 1.0, l_i)
@@ -82,8 +85,9 @@ def put_lse(m_i, l_i, work, first, call, results):
 
 @gluon.jit
 def put_out(out, work, first, results, sizes):
-    """Write a tile that is in shared memory to the rows of out from ``first`` on; behind the last row is
-    another's.
+    """Write a tile from shared memory to the output rows from ``first`` on.
+
+    Rows past the end of the sequence are not written: in a packed tensor they belong to the next sequence.
     """
     fence_async_shared()
     left = work.rows - first
@@ -106,7 +110,7 @@ def consume(
     number: gl.constexpr, call, mask_tensors, score_tensors, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the queries of one consumer, tile after tile."""
+    """Compute attention for one consumer's queries, tile after tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
@@ -139,7 +143,7 @@ def consume(
         q_slot = count % sizes.Q_SLOTS * sizes.CONSUMERS + number
         mbarrier.wait(shared.q_full.index(q_slot), (count // sizes.Q_SLOTS) & 1)
         q = shared.q.index(q_slot)
-        if sizes.Q_IN_REGISTERS:  # a third less to read of shared memory
+        if sizes.Q_IN_REGISTERS:  # reads a third less from shared memory
             q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if not sizes.OUT_IN_Q:
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
@@ -162,7 +166,7 @@ def consume(
             if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
-            else:  # b is no variable of the loop
+            else:  # b is not carried by the loop
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
             state, slots = step(
@@ -183,19 +187,19 @@ def consume(
         )
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         if not sizes.OUT_IN_Q:
-            tma.store_wait(0)  # the last tile has left the buffer
+            tma.store_wait(0)  # the previous output tile has left the buffer
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
         v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
         slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
         if not sizes.SPARSE:
             slots = hand_back(slots, bottom - all_bottom, shared, sizes)
-        # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
-        # selected.
+        # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler
+        # would select between 16-bit halves instead of fp32 numbers.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)
-        if sizes.OUT_IN_Q:  # the next queries may come when out has left
+        if sizes.OUT_IN_Q:  # the output must leave the slot before new queries arrive
             tma.store_wait(0)
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         count += 1
@@ -205,7 +209,8 @@ def consume(
 
 @gluon.jit(do_not_specialize=[*COUNTS, "tiles"])
 def forward(
-    out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each but two may be None
+    # The pointers after lse_ptr may be None.
+    out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr, lists_ptr,
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc, mask_tensors, score_tensors,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
@@ -214,10 +219,11 @@ def forward(
     CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # functions of indices, or None
+    D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
-    t]``.
+    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+
+    For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``.
     """
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None

@@ -1,5 +1,7 @@
-"""The forward of 8 bits for Hopper: :mod:`.forward` over values by channels, which :mod:`.turn_values`
-makes.
+"""The Hopper forward for fp8 inputs, in Gluon: a persistent kernel with one program per SM.
+
+The structure is the same as in ``kernel.py``, but values are read by channel: ``transpose_values.py`` runs
+first and transposes them. The consumers' device functions come from ``consumer_fp8.py``.
 """
 
 from typing import NamedTuple
@@ -30,7 +32,7 @@ from .shared import (
 
 
 class HeadDescales(NamedTuple):
-    """What numbers stand for, times which, of each head of a sequence."""
+    """Descale factors for each head of each sequence: an fp8 number times its descale is the real value."""
 
     q_ptr: gl.tensor
     k_ptr: gl.tensor
@@ -39,9 +41,10 @@ class HeadDescales(NamedTuple):
 
 @gluon.jit
 def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
-    """Write a piece of out to shared memory."""
+    """Normalize one piece of the output channels, and write it to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be selected.
+    # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler would
+    # select between 16-bit halves instead of fp32 numbers.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)
@@ -50,7 +53,7 @@ def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
 
 @gluon.jit
 def consume(number: gl.constexpr, call, descales, results, shared, sizes):
-    """Attention of the queries of one consumer, tile after tile."""
+    """Compute attention for one consumer's queries, tile after tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
     FIRST_ROW: gl.constexpr = number * ROWS
@@ -113,7 +116,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
         share = gl.convert_layout(share, gl.SliceLayout(1, SUMS))
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
-        tma.store_wait(0)  # the last tile has left the buffer
+        tma.store_wait(0)  # the previous output tile has left the buffer
         for n in gl.static_range(sizes.PIECES):
             put_piece(acc[n], share, sees, n, out, sizes)
         put_out(out, work, first, results, sizes)
@@ -125,7 +128,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
 @gluon.jit(do_not_specialize=[*COUNTS, "tiles"])
 def forward_fp8(
     out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each from here on may be None
+    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # the pointers from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr,
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
@@ -135,8 +138,10 @@ def forward_fp8(
     V_SLOTS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
-    t]``.
+    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]`` for fp8 inputs.
+
+    For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``. ``v_desc`` describes the transposed
+    values. The kernel always has two consumers.
     """
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None

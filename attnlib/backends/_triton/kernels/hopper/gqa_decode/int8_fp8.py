@@ -64,7 +64,7 @@ class EvenOddSums(NamedTuple):
 
 @gluon.jit
 def tiles_of(split):
-    """The number of the first tile, and how many there are."""
+    """Return the index of the first tile of a split, and the number of tiles."""
     first = split.low // TILE
     return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0)
 

@@ -52,7 +52,7 @@ def threads_of(sizes):
 
 @gluon.jit
 def tiles_of(split, sizes):
-    """The number of the first tile, how many there are, and tokens of each."""
+    """Return the index of the first tile of a split, the number of tiles, and the tokens per tile."""
     TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
     first = split.low // TILE
     return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0), TILE
@@ -60,7 +60,7 @@ def tiles_of(split, sizes):
 
 @gluon.jit
 def row_of(entry, n, call, sizes):
-    """The row of the planes where token ``n`` lies, on a page that there is."""
+    """Return the cache row of token ``n``. A page index out of range is clamped to the last page."""
     page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
     return page * call.page_rows + (n % sizes.PAGE if sizes.PAGE else n)
 

@@ -9,7 +9,7 @@ from ..splits import TOKENS, entry_of
 from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
 WORDS: gl.constexpr = gl.constexpr(32)  # four bytes each: a quarter of the channels
-# A thread turns 16 bytes into 32. Four threads write a line of 128 bytes, and eight write two lines, which
+# A thread converts 16 bytes to 32. Four threads write a line of 128 bytes, and eight write two lines, which
 # swizzling places in different banks.
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -77,7 +77,7 @@ def convert(
     """
     STORED: gl.constexpr = k_ptr.dtype.element_ty
     first, tiles = tiles_of(split)
-    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     row = row_of(entry, first * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)

@@ -40,7 +40,7 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(16)
 # The layout of scores and of output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-# Named barriers: two from FIRST on say that a slot is free; BOTH joins the two consumers.
+# Named barriers: two from FIRST on signal that a slot is free; BOTH joins the two consumers.
 BOTH: gl.constexpr = gl.constexpr(FIRST + 2)
 WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
@@ -67,7 +67,7 @@ class Rows16Shared(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):

@@ -31,7 +31,7 @@ CHUNK: gl.constexpr = gl.constexpr(128)  # channel pairs in registers at once: h
 # The layout of scores and of output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 PAIRS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
-# Named barriers: SLOTS from FIRST on say that a slot is free; BOTH joins the two consumers.
+# Named barriers: SLOTS from FIRST on signal that a slot is free; BOTH joins the two consumers.
 BOTH: gl.constexpr = gl.constexpr(FIRST + SLOTS)
 WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
@@ -68,7 +68,7 @@ class ChunkSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load tiles as slots become free."""
+    """Run the producer warp: load each tile as its slot becomes free."""
     first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
@@ -135,7 +135,10 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
-    """The sums with a tile, from token ``n`` on. What is no token of the sequence has a scale of 0."""
+    """Add the tile of tokens from ``n`` on to the running sums.
+
+    Tokens of the tile outside the split get a scale of 0.
+    """
     clear_others(shared.pairs.index(slot), n, split)
     j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
     scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)

@@ -39,8 +39,8 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Named barriers: LEFT and RIGHT (two each) say that half of a slot is free, HANDED (two) that probabilities
-# are ready; BOTH joins the two consumers.
+# Named barriers: LEFT and RIGHT (two each) signal that half of a slot is free, HANDED (two) that the
+# probabilities are ready; BOTH joins the two consumers.
 LEFT: gl.constexpr = gl.constexpr(FIRST)
 RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
 HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
@@ -82,9 +82,9 @@ class OneHalfSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Load pairs of tiles, each half as its slot becomes free."""
+    """Run the producer warp: load tiles in pairs, each half as its slot becomes free."""
     first, tiles = tiles_of(split)
-    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS

@@ -15,7 +15,7 @@ TAIL: gl.constexpr = gl.constexpr(64)  # rotary channels
 
 @gluon.jit
 def tiles_of(split):
-    """The number of the first tile, and how many there are."""
+    """Return the index of the first tile of a split, and the number of tiles."""
     first = split.low // TOKENS
     return first, gl.maximum(gl.cdiv(split.high, TOKENS) - first, 0)
 
@@ -32,7 +32,10 @@ def first_entry(first, split, call, PAGE: gl.constexpr):
 
 @gluon.jit
 def row_of(entry, n, split, call, PAGE: gl.constexpr):
-    """The row of the planes where the tile from token ``n`` on begins, on a page that there is."""
+    """Return the cache row of the tile that begins at token ``n``, or of the last tile if ``n`` is past it.
+
+    A page index out of range is clamped to the last page.
+    """
     n = gl.minimum(n, gl.maximum(split.high - 1, 0) // TOKENS * TOKENS)
     page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
     return page * call.page_rows + (n % PAGE if PAGE else n)
@@ -74,8 +77,9 @@ def load_queries(
 
 @gluon.jit
 def clear_others(values, n, split):
-    """Zero the rows of a tile, from token ``n`` on, that are no token of the sequence: they may hold
-    anything.
+    """Zero the rows of a tile outside the split's tokens, which may hold arbitrary data.
+
+    ``n`` is the first token of the tile. A fence makes the zeros visible to wgmma.
     """
     if (n < split.begin) | (n + TOKENS > split.end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -108,5 +112,5 @@ def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
 
 @gluon.jit
 def numbers(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Room for ``COUNT`` vectors of fp32."""
+    """Allocate shared memory for ``COUNT`` fp32 vectors of ``SIZE`` elements."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
