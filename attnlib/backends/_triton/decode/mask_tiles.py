@@ -1,6 +1,7 @@
 """Classify the tiles of a mask function as hidden, partial or full, for keys in a cache."""
 
 from ....tracing.program import Program
+from ..launching.launch import Launch
 from ..launching.tiles import classify
 from . import tables
 from .shapes import DecodeShapes
@@ -22,7 +23,8 @@ class OverCache:
         }  # fmt: skip
         rows = planes * _blocks(x, x.s, queries)
         arguments = x.arguments() | self.arguments
-        self.launch = classify((rows, columns), queries, arguments | {"t": arguments["limit"]})
+        kernel, programs, config = classify((rows, columns), queries, tables.GRAIN)
+        self.launch = Launch(kernel, programs, arguments | {"t": arguments["limit"]}, config)
         self.states, self.runs = rows * columns, x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
 
 

@@ -16,9 +16,9 @@ def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
 
     tiles = tables.forward(x.case, keys=x.length)
     if x.states is None:
-        return (x.launch(forward, tiles, x.arguments),), 0
+        return (x.launch_by_blocks(forward, tiles),), 0
     found = mask_tiles.lists(x, tiles, by_keys=False)
-    return (found.launch, x.launch(forward, tiles, x.arguments | found.arguments)), found.numbers
+    return (found.launch, x.launch_by_blocks(forward, tiles, found.arguments)), found.numbers
 
 
 class Backward(NamedTuple):
@@ -58,15 +58,17 @@ def backward(x: BackwardShapes) -> Backward:
 
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
     blocks = x.blocks(x.s, of_queries.block_m)
-    arguments = x.arguments | {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
+    more = {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
     shares = blocks if x.has_slopes else None
     if x.states is None:
-        keys = x.launch(backward_keys, of_keys, arguments, of_keys=True)
-        return Backward(x.prepare(), keys, x.launch(backward_queries, of_queries, arguments), "plain", shares)
+        keys = x.launch_by_blocks(backward_keys, of_keys, more, of_keys=True)
+        return Backward(
+            x.prepare(), keys, x.launch_by_blocks(backward_queries, of_queries, more), "plain", shares
+        )
     for_keys = mask_tiles.lists(x, of_keys, by_keys=True)
     for_queries = mask_tiles.lists(x, of_queries, by_keys=False)
     return Backward(
-        x.prepare(), x.launch(backward_keys, of_keys, arguments | for_keys.arguments, of_keys=True),
-        x.launch(backward_queries, of_queries, arguments | for_queries.arguments), "plain", shares, 0,
+        x.prepare(), x.launch_by_blocks(backward_keys, of_keys, more | for_keys.arguments, of_keys=True),
+        x.launch_by_blocks(backward_queries, of_queries, more | for_queries.arguments), "plain", shares, 0,
         for_keys.launch, for_queries.launch, max(for_keys.numbers, for_queries.numbers),
     )  # fmt: skip

@@ -99,7 +99,7 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     # wait for a longer one.
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
-    arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
+    more = config.constants | {"heads_per_wave": wave, "tiles": tiles}
     blocks, launched = (
         _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
         LaunchConfig(block_m, block_n, 1, 4),
@@ -107,18 +107,18 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     kernel, before, transposed = forward, (), ()
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
-        transposed = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
+        transposed = (planes // x.g, x.case.value_dim, x.g, key_blocks * block_n)
         # Eight warps. A plain copy of the same bytes takes 22 us.
         #   us           4 warps  8 warps
         #   d64               42       25
         #   other heads       24       24
-        before = (Launch(transpose_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
-        kernel, blocks["v_desc"] = forward_fp8, Block("transposed", arguments["E_MAIN"], block_n, gluon=True)
+        before = (x.launch(transpose_values, planes * key_blocks, launched._replace(warps=8), more),)
+        kernel, blocks["v_desc"] = forward_fp8, Block("transposed", x.value, block_n, gluon=True)
     lists = 0
     if x.states is not None:
         found = mask_tiles.lists(x, launched, by_keys=False)
-        before, arguments, lists, dynamic = (found.launch,), arguments | found.arguments, found.numbers, True
-    launch = Launch(kernel, min(processors, tiles), arguments, launched, blocks)
+        before, more, lists, dynamic = (found.launch,), more | found.arguments, found.numbers, True
+    launch = x.launch(kernel, min(processors, tiles), launched, more, blocks)
     return Forward((*before, launch), "Hopper", dynamic, transposed, lists)
 
 
@@ -127,13 +127,12 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
 
     ``rows`` gives the rows per block of each tensor.
     """
-    main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
     found = {}
     for name, n in rows.items():
         is_value = name.removeprefix("d") in ("v", "out")
-        found[f"{name}_desc"] = Block(name, n, value if is_value else main, gluon=True)
-        if tail and not is_value:
-            found[f"{name}_tail_desc"] = Block(name, n, tail, gluon=True)
+        found[f"{name}_desc"] = Block(name, n, x.value if is_value else x.main, gluon=True)
+        if x.tail and not is_value:
+            found[f"{name}_tail_desc"] = Block(name, n, x.tail, gluon=True)
     return found
 
 
@@ -179,15 +178,15 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     #   TFLOP/s  470  489  513
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)
     tiles, heads = x.blocks(x.s, config.block_m), x.rows * x.h
-    sums = heads * tiles * config.block_m * (x.arguments["D_MAIN"] + x.arguments["D_TAIL"])
-    arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
+    sums = heads * tiles * config.block_m * (x.main + x.tail)
+    more = config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
     # In a fixed order a program waits for the program of the next keys (1) or of the previous keys (-1). With
     # 1, the shortest programs come first and none waits long. With GQA there are few programs, and the
     # longest must not come last. TFLOP/s:
     #                     1   -1
     #   causal 8k d128  512  426
     #   GQA 4k          405  470
-    arguments["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
+    more["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     launched = LaunchConfig(config.block_m, 0, 1, 4)
     # A fixed order also needs a work counter, and for each tile of sums the number of the program whose turn
@@ -196,10 +195,10 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     before, lists = None, 0
     if x.states is not None:
         found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
-        before, lists, arguments = found.launch, found.numbers, arguments | found.arguments
+        before, lists, more = found.launch, found.numbers, more | found.arguments
     # A kernel that starts early waits only for the launch directly before it, so it must not start early
     # after two of them.
-    keys = Launch(backward, programs, arguments, launched, blocks, early=before is None)
-    queries = Launch(finish_queries, heads * tiles, arguments, launched, early=True)
+    keys = x.launch(backward, programs, launched, more, blocks, early=before is None)
+    queries = x.launch(finish_queries, heads * tiles, launched, more, early=True)
     variant = "ordered Hopper" if in_order else "Hopper"
     return Backward(x.prepare(), keys, queries, variant, sums=room, before_keys=before, lists=lists)

@@ -23,7 +23,8 @@ class Lists(NamedTuple):
 
 def states(x: DenseShapes) -> Launch:
     """Return the launch that classifies tiles into ``states``, int8 of shape ``x.states``."""
-    return classify(x.states, tables.GRAIN, x.arguments | _counts(x, *x.states[:2]))
+    kernel, programs, config = classify(x.states, tables.GRAIN, tables.GRAIN)
+    return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
@@ -44,15 +45,15 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
         "room": room, "stride_list_b": planes * of_plane if sequences > 1 else 0,
         "stride_list_h": of_plane if planes > 1 else 0,
     }  # fmt: skip
-    arguments = x.arguments | _counts(x, sequences, planes) | found
-    arguments |= {
+    more = _counts(x, sequences, planes) | found
+    more |= {
         "stride_state_b": of_sequence,
         "stride_state_h": of_head,
         "BY_KEYS": by_keys,
         "GROUP": group,
     }
     config = LaunchConfig(tiles.block_m, tiles.block_n, 1, 4)
-    launch = Launch(list_tiles, sequences * planes * blocks, arguments, config)
+    launch = x.launch(list_tiles, sequences * planes * blocks, config, more)
     return Lists(launch, sequences * planes * of_plane, found)
 
 

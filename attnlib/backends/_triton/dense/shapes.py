@@ -1,4 +1,4 @@
-"""The shapes of a call without a cache, and the launch arguments derived from them."""
+"""The shapes of a call without a cache, and the launches that they make."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ PREPARED = LaunchConfig(32, 0, 1, 4)  # tiles of `prepare`, the first backward k
 
 
 class DenseShapes:
-    """The shapes of a forward call, and the launch arguments of its kernels by name."""
+    """The shapes of a forward call, which make the launches of its kernels."""
 
     def __init__(self, key: Key):
         a = key.layouts
@@ -45,9 +45,9 @@ class DenseShapes:
         self.states = (
             None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
         )
-        main, tail, value = widths(d, e)
+        self.main, self.tail, self.value = main, tail, value = widths(d, e)
         self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
-        self.arguments = {
+        self._arguments = {
             **strides("bshd", q=a.q, o=self.out), **strides("btgd", k=a.k, v=a.v),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "batch": self.batch, "heads": self.h, "kv_heads": self.g, "s": self.s, "t": self.t,
@@ -77,7 +77,20 @@ class DenseShapes:
         return pairs, tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group, cache=cache)
 
     def launch(
-        self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False
+        self,
+        kernel: Callable,
+        programs: int,
+        config: LaunchConfig,
+        more: dict | None = None,
+        blocks: dict[str, Block] | None = None,
+        *,
+        early: bool = False,
+    ) -> Launch:
+        """Return the launch of a kernel on this call; ``more`` adds or replaces arguments by name."""
+        return Launch(kernel, programs, self._arguments | (more or {}), config, blocks, early=early)
+
+    def launch_by_blocks(
+        self, kernel: Callable, tiles: LaunchConfig, more: dict | None = None, *, of_keys: bool = False
     ) -> Launch:
         """Return a launch: one program per block of queries and head, or per block of keys and KV head."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
@@ -86,19 +99,17 @@ class DenseShapes:
         pairs, wave = self.waves(heads)
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
-            main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
             blocks = {
-                f"{first}_desc": Block(first, loaded, main),
-                f"{second}_desc": Block(second, loaded, value),
+                f"{first}_desc": Block(first, loaded, self.main),
+                f"{second}_desc": Block(second, loaded, self.value),
             }
-            blocks |= {f"{first}_tail_desc": Block(first, loaded, tail)} if tail else {}
-        return Launch(
-            kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks
-        )
+            blocks |= {f"{first}_tail_desc": Block(first, loaded, self.tail)} if self.tail else {}
+        more = (more or {}) | {"heads_per_wave": wave}
+        return self.launch(kernel, pairs * self.blocks(length, block), tiles, more, blocks)
 
 
 class BackwardShapes(DenseShapes):
-    """The shapes of a backward call, and the launch arguments of its kernels by name."""
+    """The shapes of a backward call, which make the launches of its kernels."""
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
@@ -108,9 +119,9 @@ class BackwardShapes(DenseShapes):
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
-        self.arguments |= derivatives(a, self.bounds)
+        self._arguments |= derivatives(a, self.bounds)
         self.has_slopes, self.rows = has_slopes(a), 1 if self.packed else self.batch
-        self.arguments |= {
+        self._arguments |= {
             **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
         }  # fmt: skip
 
@@ -118,4 +129,4 @@ class BackwardShapes(DenseShapes):
         """Return the launch that writes lse2 and delta."""
         from ..kernels.backward import prepare
 
-        return Launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), self.arguments, PREPARED)
+        return self.launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), PREPARED)

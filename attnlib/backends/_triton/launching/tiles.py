@@ -1,15 +1,17 @@
 """The launch that classifies tiles of a mask function as hidden, partial or full."""
 
+from collections.abc import Callable
 from math import prod
 
 from .config import LaunchConfig
-from .launch import Launch
 
 
-def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
-    """Return the launch that classifies tiles of ``queries`` rows into states of this shape."""
+def classify(shape: tuple[int, ...], queries: int, keys: int) -> tuple[Callable, int, LaunchConfig]:
+    """Return the kernel, program count and config that classify tiles of ``queries`` x ``keys``.
+
+    ``shape`` is that of the states, one for each tile.
+    """
     from ..kernels.mask_tiles import EACH, classify_tiles
 
     *rows, columns = shape
-    programs = prod(rows) * -(-columns // EACH.value)
-    return Launch(classify_tiles, programs, arguments, LaunchConfig(queries, arguments["GRAIN"], 1, 8))
+    return classify_tiles, prod(rows) * -(-columns // EACH.value), LaunchConfig(queries, keys, 1, 8)
