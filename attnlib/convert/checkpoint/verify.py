@@ -55,7 +55,8 @@ def _is_intact(
     planned = {name: (names[out.entry.dtype], list(out.entry.shape)) for name, out in shard.outputs.items()}
     try:
         with safe_open(folder / shard.name, "pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (file is not a mapping)
+            names = file.keys()  # file is not a mapping
+            parts = {name: file.get_slice(name) for name in names}
             stored = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
         return stored == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]
     except (SafetensorError, CheckpointError, OSError):
