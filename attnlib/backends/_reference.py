@@ -65,8 +65,8 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
     """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
 
     ``dout``, ``out`` and ``lse`` belong to the larger call, and have only the queries of the chunk. The
-    output of the larger call is the sum of its chunks' outputs, each weighted by ``exp(LSE of the chunk - LSE
-    of the call)``.
+    output of the larger call is the sum of its chunks' outputs, each weighted by exp of the chunk's LSE minus
+    ``lse``.
     """
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
     # Only ALiBi slopes: a chunk has no sinks.

@@ -60,11 +60,9 @@ def _is_fake(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # FakeTensor is a subclass
 
 
-# A forward has one product over the d channels of keys (scores), and one over the e channels of values
-# (output).
+# A forward has one product over the d channels of a key (score), and one over the e channels of a value.
 forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)
-# A backward has three products over d (scores again, dq, dk), and two over e (dv, gradients of
-# probabilities).
+# A backward has three products over d (score, dq, dk), and two over e (dv, gradient of the probability).
 backward_flops: Callable[..., int] = _formula(
     lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2
 )

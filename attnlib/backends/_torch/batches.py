@@ -77,7 +77,7 @@ def batches(a: Arguments) -> Iterator[Batch]:
 
 
 def cached_batches(a: CachedArguments) -> Iterator[Batch]:
-    """Yield the batches of a cached call, in order.
+    """Yield the batches of a call over a cache, in order.
 
     A batch is one sequence, or adjacent sequences with equal bounds in adjacent rows of a contiguous cache.
 
@@ -92,9 +92,8 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         raise ValueError(f"lengths: expected at most {columns * size} tokens like the table, got {longest}")
     table = a.table[:, : -(-longest // size)].tolist()
     offsets, functions = None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist(), functions_of(a)
-    # In a contiguous cache, the table has one column: the row in which a sequence is stored. Adjacent
-    # sequences are read together if their rows are adjacent, that is, if row minus sequence number is the
-    # same.
+    # In a contiguous cache, the table has one column: the row that stores a sequence. Adjacent sequences are
+    # read together if their rows are adjacent, that is, if row minus sequence number is the same.
     together = columns == 1 and offsets is None and longest > 0
     distances = [row - n for n, (row,) in enumerate(table)] if together else range(len(lengths))
     each = list(zip(distances, starts, lengths, _origins(a.origin, len(lengths)), strict=True))

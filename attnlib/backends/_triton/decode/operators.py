@@ -70,7 +70,8 @@ class Cached:
         Of the optional tensors, only the descale of the queries may change between calls.
         """
         kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
-        # The precision of fp32 products depends on a torch setting that may change between calls.
+        # Calls in fp32 are not cached: torch's setting for the precision of products may change between
+        # calls.
         if (
             spec.strided
             or spec.dtype == torch.float32
@@ -152,7 +153,7 @@ def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
-    """Compute a schedule for a call whose view has none."""
+    """Compute the schedule of a call over a view of a cache that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule(
         a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size

@@ -57,7 +57,7 @@ class DecodeShapes:
             self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
         if self.packed and not self.scheduled:
-            self.blocks = 1  # the grid numbers the blocks of all sequences consecutively
+            self.blocks = 1  # the blocks of all sequences are numbered consecutively
         self._count(processors)
 
     def _count(self, processors: int) -> None:
@@ -111,5 +111,5 @@ class DecodeShapes:
             **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
-            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set only for sparse tiles
+            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set only for mask functions
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Cache writes in Triton: the torch operator, its launch plans, and cached writes that bypass it."""
+"""Cache writes in Triton: the torch operator, its launch plans, and repeated writes that bypass it."""
 
 from math import inf, prod
 
@@ -102,7 +102,7 @@ def plan(key: Key) -> Launch:
 
     Raises:
         ValueError: the shapes of the new tokens do not match the planes or the slots.
-        NotImplementedError: the cache or the new tokens have more rows than int32 can count.
+        NotImplementedError: the cache or the new tokens have too many rows to count in int32.
     """
     from ..kernels.cache_write import write
 
@@ -135,7 +135,7 @@ def plan(key: Key) -> Launch:
     if a.cos and a.cos.shape[0] == 1:  # the whole batch shares its angles
         arguments["stride_ab"] = 0
     launch = Launch(write, programs, arguments, tiles, early=early)
-    launch.options["enable_fp_fusion"] = False  # rounds every product, as the rope module does
+    launch.options["enable_fp_fusion"] = False  # round after every product, as the rope module does
     return launch
 
 

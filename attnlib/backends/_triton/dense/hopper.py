@@ -68,7 +68,7 @@ def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
 def forward(key: Key) -> Forward:
     """Return the launches of a forward, which write out and lse."""
     x, a = DenseShapes(key), key.layouts
-    # The Hopper kernels are not tested on chunks of a larger call, the only calls that have an origin.
+    # A chunk of a larger call has an origin. The Hopper kernels are not tested on such chunks.
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
@@ -161,7 +161,7 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
 
     A fixed order of additions relies on the band of a mask, so it excludes functions. If a tensor that a
     score function reads needs a gradient, the kernel would need atomics, which crash ptxas next to wgmma.
-    Some derivatives need the original scores, for which there is no shared memory left.
+    Some derivatives need the original scores, for which there is no space left.
     """
     if in_order or not config.dq_registers:
         return False
@@ -197,8 +197,8 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     if x.states is not None:
         found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
         before, lists, more = found.launch, found.numbers, more | found.arguments
-    # A kernel that starts early waits only for the launch directly before it. After two launches that it
-    # depends on, it must not start early.
+    # A kernel that starts early waits only for the launch directly before it. If it depends on two launches,
+    # it must not start early.
     keys = x.launch(backward, programs, launched, more, blocks, early=before is None)
     queries = x.launch(finish_queries, heads * tiles, launched, more, early=True)
     variant = "ordered Hopper" if in_order else "Hopper"

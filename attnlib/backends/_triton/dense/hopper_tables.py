@@ -43,9 +43,8 @@ class BackwardConfig(NamedTuple):
 
     Attributes:
         block_m: the number of queries per tile.
-        tiles: the number of tiles of 64 keys per program. With one, one consumer computes dk and the other
-        dv;
-            with two, each consumer computes both gradients of its own tile.
+        tiles: the number of tiles of 64 keys per program. With one, one consumer computes dk, the
+            other dv; with two, each consumer computes both gradients of its own tile.
         slots: how many tiles of queries the ring buffer holds.
         by_rows: split a tile of dq into halves by its queries, not by its channels.
         registers, producer_registers: registers per thread of the two consumers, and of the producer.
@@ -68,8 +67,7 @@ class BackwardConfig(NamedTuple):
 # From Triton 3.9 on, ptxas 13.4 compiles for Hopper. If queries are in registers, it stores them twice, and
 # accesses the stack 8 to 36 times per iteration of the loop (28 to 32 times with three consumers). It does
 # not spill if queries stay in shared memory and two consumers have 240 registers per thread. It also computes
-# more descriptors again in every iteration, but matrix products hide most of that. Instructions per
-# iteration:
+# more descriptors anew in every iteration, but matrix products hide most of that. Instructions per iteration:
 #                       3.9  3.6
 #   forward, d128       362  327
 #   backward, 192/128   570  526

@@ -51,7 +51,8 @@ class Dense:
 
         Besides q, k and v, only their descales may change between calls.
         """
-        # The precision of fp32 products depends on a torch setting that may change between calls.
+        # Calls in fp32 are not cached: torch's setting for the precision of products may change between
+        # calls.
         if call.spec.strided or call.spec.dtype == torch.float32 or not (call.q.numel() and call.v.numel()):
             return None
         given = flat(call)

@@ -55,7 +55,7 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
-            "room": None, "stride_list_b": None, "stride_list_h": None,  # set only for sparse tiles
+            "room": None, "stride_list_b": None, "stride_list_h": None,  # set only with a mask function
         }  # fmt: skip
 
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:

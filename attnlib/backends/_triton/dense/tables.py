@@ -64,7 +64,7 @@ FORWARD_CAUSAL = (
 #   64     2.64  TMA 2.75; 64 x 64, 4 warps 2.80; 128 x 128 3.14
 #   128    2.24  without TMA 2.40; 128 x 64 2.37; 2 stages, 4 warps, TMA 2.36
 FORWARD_FULL = ((64, LaunchConfig(128, 64, 3, 8)), *FORWARD_CAUSAL[1:])
-# Milliseconds at d = 128, 1k tokens: 0.22; 64 x 64 with 2 stages and TMA 0.23; 128 x 128 with TMA 0.24.
+# Milliseconds at d = 128, 1k tokens: entry 0.22; 64 x 64 with 2 stages and TMA 0.23; 128 x 128 with TMA 0.24.
 FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
 # Score options and unaligned tensors need more registers, so they use these small tiles. So do GPUs with only
 # 99 KB of shared memory (sm_86, sm_89, sm_120).
@@ -81,7 +81,7 @@ FORWARD_FP32 = (
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
 
-# The backward pass that owns keys. Milliseconds at 8k, with other tiles that were tried:
+# The backward pass over blocks of keys, which writes dk and dv. Milliseconds at 8k; other tiles were tried:
 #   head  tile                              full  causal
 #   64    entry                             4.24    2.49
 #         64 x 64, 3 stages, TMA            4.85    2.30
@@ -98,7 +98,7 @@ BACKWARD_KEYS = (
     (192, LaunchConfig(32, 64, 3, 4, tma=True)),
     (256, LaunchConfig(64, 64, 2, 8, tma=True)),
 )
-# The backward pass that owns queries. Milliseconds at 8k, with other tiles that were tried:
+# The backward pass over blocks of queries, which writes dq. Milliseconds at 8k; other tiles were tried:
 #   head  tile                              full  causal
 #   64    entry                             3.19    1.58
 #         128 x 64, 8 warps                 3.67    1.89
@@ -139,7 +139,7 @@ FORWARD_FUNCTIONS = (
     (64, LaunchConfig(128, 64, 3, 8, tma=True)),
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
 )
-# Tiles with mask or score functions for the pass that owns keys. Milliseconds, causal 8k:
+# Tiles for the backward pass over blocks of keys, with mask or score functions. Milliseconds, causal 8k:
 #   head  tile                      ALiBi function  window 1,024  documents
 #   64    entry                               1.19          0.37       0.33
 #         128 x 64, 2 stages                  1.42          0.37       0.37
@@ -149,7 +149,7 @@ BACKWARD_KEYS_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4, tma=True)),
     (128, LaunchConfig(64, 64, 2, 4, tma=True)),
 )
-# Tiles with mask or score functions for the pass that owns queries. Milliseconds, causal 8k:
+# Tiles for the backward pass over blocks of queries, with mask or score functions. Milliseconds, causal 8k:
 #   head  tile                      ALiBi function  window 1,024  documents
 #   64    entry                               1.22          0.24       0.25
 #         TMA                                 1.18          0.24       0.28
@@ -174,20 +174,20 @@ def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 
 def backward_keys(case: DenseCase, *, keys: int) -> LaunchConfig:
-    """Return the tiles of the backward pass that owns keys."""
+    """Return the tiles of the backward pass over blocks of keys, which writes dk and dv."""
     large = BACKWARD_KEYS_FUNCTIONS if case.by_function else BACKWARD_KEYS
     return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
-    """Return the tiles of the backward pass that owns queries."""
+    """Return the tiles of the backward pass over blocks of queries, which writes dq."""
     large = BACKWARD_QUERIES_FUNCTIONS if case.by_function else BACKWARD_QUERIES
     return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
     _, _, value = widths(case.head_dim, case.value_dim)
-    widest = max(case.head_dim, value)  # values are padded to a power of two; wide heads use two blocks
+    widest = max(case.head_dim, value)  # values are padded to a power of two; wide keys use two blocks
     # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
     fits = (
         case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
