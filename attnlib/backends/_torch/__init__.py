@@ -76,7 +76,7 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 
 def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
-    """Return None: this backend does not distribute sequences over programs of a kernel."""
+    """Return None: this backend runs no kernels over which sequences could be distributed."""
 
 
 def peer_memory(group: object, device: torch.device) -> None:

@@ -93,9 +93,9 @@ def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def store(plane: Tensor, new: Tensor, slots: Tensor, valid: Tensor | None) -> None:
-    """Write one token per slot into ``plane`` ``[pages, page_size, ...]``.
+    """Write one new token into each slot of ``plane``, a cache tensor ``[pages, page_size, ...]``.
 
-    ``valid`` marks the slots to write; None means all.
+    ``valid`` is True for the slots to write; None means all.
     """
     new = new.reshape(slots.shape[0], *plane.shape[2:])
     if valid is not None:

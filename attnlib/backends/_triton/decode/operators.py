@@ -87,7 +87,7 @@ class Cached:
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         blank_out = blank((*q.shape[:-1], spec.value_dim), result_dtype(q.dtype), q.device)
         blank_lse = blank(lse_shape, torch.float32, q.device) if call.lse else None
-        # The kernels always write an LSE. If the caller does not need it, it goes behind the partial results.
+        # Kernels always write an LSE. If the caller does not need it, it goes behind the partial results.
         # It is aligned there, because the number of rows before it is a multiple of 16.
         size = plan.floats if call.lse else plan.floats + math.prod(lse_shape)
         blank_room, beyond = blank((size,), torch.float32, q.device), 4 * plan.floats
@@ -146,7 +146,7 @@ def decode_key(a: CachedArguments) -> Key:
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
-    """Return the tensor arguments of the kernels by name; a missing plane gets another tensor or None."""
+    """Return the tensor arguments of the kernels by name; if the cache lacks one, it is another or None."""
     tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
     none = dict.fromkeys(("states", "runs", "cu_seqlens_k"))
     return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale} | none

@@ -101,7 +101,7 @@ def plan(key: Key) -> Launch:
     """Return the launch of a write.
 
     Raises:
-        ValueError: the shapes of the new tokens do not match the planes or the slots.
+        ValueError: the shapes of the new tokens do not match the cache or the slots.
         NotImplementedError: the cache or the new tokens have too many rows to count in int32.
     """
     from ..kernels.cache_write import write

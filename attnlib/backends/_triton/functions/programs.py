@@ -53,9 +53,10 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
-    The function adds to ``grads``, a tuple with an fp32 ``CapturedTensor`` for each :func:`learned` tensor,
-    and None for other tensors. ``seen`` is True, or a tile of bools that is True for visible pairs. Hidden
-    pairs add nothing, even if their scores or derivatives are NaN.
+    It computes the gradients of the tensors that a score function captures, and adds them to ``grads``, a
+    tuple with an fp32 ``CapturedTensor`` for each :func:`learned` tensor, and None for other tensors.
+    ``seen`` is True, or a tile of bools that is True for visible pairs. Hidden pairs add nothing, even if
+    their scores or derivatives are NaN.
     """
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 
