@@ -1,4 +1,4 @@
-"""The reference backend: attention by its definition, sequence by sequence and query by query."""
+"""The reference backend: attention computed from its definition, one sequence and one query at a time."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -42,12 +42,13 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.descales is not None:
         q, k, v = _dequantized(call)
         call = call._replace(q=q, k=k, v=v)
-    # Convert the tensors of the score to its dtype only once, so that their gradients are summed in it.
+    # Slopes, sinks and similar tensors are converted to the dtype of scores here, once for all sequences:
+    # their gradients are then also summed in that dtype.
     call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
     outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
-    # Queries outside every sequence get an output of 0 and an LSE of -inf. Adding empty slices of all tensors
-    # connects them to autograd.
+    # Queries that belong to no sequence get an output of 0 and an LSE of -inf. The sums of empty slices are
+    # 0; they only connect these queries to all other tensors in autograd.
     rest = q.flatten(0, -3)[sum(map(len, outs)) :]
     others = k, v, *score.tensors.values(), *(() if score.function is None else score.function.tensors)
     zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].to(wide(q)).sum() for x in others if x is not None)
@@ -61,10 +62,11 @@ cached_attention = attention
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-    """Return the contribution of a chunk to the gradients of a larger call.
+    """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
 
-    ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries. The larger call's output is
-    the sum of the outputs of its chunks, each weighted by ``exp(own LSE - whole LSE)``.
+    ``dout``, ``out`` and ``lse`` belong to the larger call, and have only the queries of the chunk. The
+    output of the larger call is the sum of its chunks' outputs, each weighted by exp of the chunk's LSE minus
+    ``lse``.
     """
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
     # Only ALiBi slopes: a chunk has no sinks.
@@ -87,13 +89,13 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
 
 
 def prepare(call: Call) -> None:
-    """Return None: repeating a call is no faster than the first run."""
+    """Return None: this backend has no faster way to repeat a call."""
 
 
 def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return q in fp32, and k and v if they are tensors, multiplied by their descales.
+    """Multiply q, k and v by their descales, and return them in fp32.
 
-    Cached keys and values are scaled when they are read.
+    Over a cache, k and v are None here: cached keys and values are scaled when they are read.
     """
     descales, packing = call.descales, call.packing
     if call.kv is not None:
@@ -159,9 +161,9 @@ def _sequence(
 
 
 def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-    """Return the pairs of queries ``[s, 1]`` and keys ``[t]`` that a mask shows, as bool ``[s, t]``.
+    """Return a bool tensor ``[s, t]`` that is True if query ``i`` may see key ``j``.
 
-    For a mask function the result is ``[h, s, t]``.
+    For a mask function, the tensor is ``[h, s, t]``. ``i`` is ``[s, 1]``, and ``j`` is ``[t]``.
     """
     if isinstance(mask, Mask):
         return mask.visible(i, j)
@@ -171,7 +173,7 @@ def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, firs
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the cached keys and values ``[length, g, *]`` of sequence ``n``.
 
-    Tokens before ``start`` may be padding; they are zeros here.
+    Tokens before ``start`` may be padding, so they are replaced with zeros.
     """
     start = max(0, min(start, length))
     capacity, pages = kv.table.shape[1] * kv.page_size, kv.k.shape[0]

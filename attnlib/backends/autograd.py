@@ -1,8 +1,8 @@
 """Differentiable forward and backward operators of a backend, which also work under vmap and tracing.
 
-Each operator registers its own gradient, so exported, traced and vmapped calls keep it. If nothing follows
-operators, a call bypasses the dispatcher: torch takes 150 us to differentiate an operator from Python, and 20
-us for an autograd.Function (one core of an EPYC, 2026-11).
+Each operator registers its own gradient, so exported, traced and vmapped calls keep it. If no mode, transform
+or profiler observes operators, a call bypasses torch's dispatcher to save time: torch takes 150 us to
+differentiate an operator from Python, but 20 us for an autograd.Function (one core of an EPYC, 2026-11).
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from .operators import (
 )
 from .registration import Operator, register
 
-Gradients = Callable[..., tuple[Tensor, ...]]  # takes dout and a backward's other arguments
-WITH_GRADIENTS = 5  # the first arguments have gradients: q, k, v, ALiBi slopes and sinks
+Gradients = Callable[..., tuple[Tensor, ...]]  # takes dout and the other arguments of a backward
+WITH_GRADIENTS = 5  # only the first 5 arguments have gradients: q, k, v, ALiBi slopes and sinks
 
 
 class Operators:
-    """The operators ``name_forward`` and ``name_backward`` of a backend, and the functions that they run."""
+    """The operators ``{name}_forward`` and ``{name}_backward`` of a backend, and the functions they run."""
 
     def __init__(self, name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Gradients):
         self.name = name
@@ -75,7 +75,8 @@ class Operators:
                 "attention has no forward-mode derivative; differentiate in reverse mode"
             )
         if are_watched(arguments.q, arguments.k, arguments.v):
-            # vmap does not see tensors in a list. Adding zeros of each makes q batched if one of them is.
+            # vmap does not see the captured tensors, which are in a list. Adding a zero made from each of
+            # them makes q batched if one of them is.
             if arguments.captured and is_transforming():
                 zeros = [torch.zeros_like(x.flatten()[0]) for x in arguments.captured]
                 arguments = arguments._replace(q=sum(zeros, arguments.q))
@@ -85,7 +86,7 @@ class Operators:
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Return the output and LSE, differentiable, without going through torch's dispatcher.
 
-        Valid only if nothing follows operators.
+        Valid only if no mode, transform or profiler observes operators.
         """
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
         return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
@@ -93,11 +94,11 @@ class Operators:
     def replay(
         self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool
     ) -> Run:
-        """Return a function that repeats a call on new q, k and v through ``run``.
+        """Return a differentiable function that repeats a call on new q, k and v through ``run``.
 
-        Such a call has no other tensors, so there are no descales. ``backward`` takes dout, the output, the
-        LSE, q, k and v, and returns dq, dk and dv, or None if it cannot run. Without ``lse`` only the output
-        is differentiable, and no LSE is returned.
+        The call has no other tensors, and hence no descales. ``backward`` takes dout, the output, the LSE, q,
+        k and v, and returns dq, dk and dv, or None if it cannot run. Unless ``lse`` is set, the function
+        returns None for the LSE.
         """
         cached = CachedCall(run, partial(self._replay_gradients, backward, a[3:]), lse)
         # Function.apply would first check for functorch transforms, under which no call is cached.
@@ -107,12 +108,13 @@ class Operators:
     def gradients(
         self, ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each argument of the forward operator; None for arguments without one."""
+        """Return the gradient of each argument of the forward operator; None if an argument has none."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors[:TENSORS], tensors[TENSORS:] or None, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         run = self._operator("backward") if _is_followed(dout, dlse, out, a.q) else self.backward
-        # dq, dk, dv, dslopes, dsinks, and the gradients of all captured tensors side by side.
+        # The results are dq, dk, dv, dslopes, dsinks, and the gradients of all captured tensors in one
+        # tensor.
         *first, captured = run(dout, dlse, out, lse, *a)
         given = [None if x is None else grad for x, grad in zip(a, first, strict=False)]
         parts = None
@@ -122,9 +124,9 @@ class Operators:
         return *given, *(None,) * (TENSORS - len(given)), parts, *(None,) * (len(a) - TENSORS - 1)
 
     def chunk_gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-        """Return the contribution of a chunk to the gradients of a larger call.
+        """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
 
-        ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+        ``dout``, ``out`` and ``lse`` belong to the larger call, and have only the queries of the chunk.
         """
         a = flat(call)
         dq, dk, dv, dslopes, _, captured = self.backward(dout, None, out, lse, *a)
@@ -146,17 +148,17 @@ class Operators:
 
 
 def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
-    """True if a backward must go through the dispatcher.
+    """True if a backward must go through torch's dispatcher, as an operator.
 
-    The operator raises if its result is differentiated again, as ``create_graph=True`` permits.
+    With ``create_graph=True`` it must: the operator raises an error if its result is differentiated again.
     """
     return are_watched(dout, out, q) or torch.is_grad_enabled() or are_batched(dout, dlse)
 
 
 class _Attention(torch.autograd.Function):
-    """The forward as an autograd.Function, without the operator.
+    """Attention as an autograd.Function, which is faster to differentiate than an operator.
 
-    torch inspects every argument of a Function, so the arguments without a gradient are packed into one.
+    torch inspects every argument of a Function, so the arguments that have no gradient are packed into one.
     """
 
     @staticmethod
@@ -183,12 +185,12 @@ class CachedCall(NamedTuple):
 
 
 class _Replay(torch.autograd.Function):
-    """A cached call as an autograd.Function. It has few arguments, since torch takes time for each."""
+    """A cached call as an autograd.Function, with few arguments because torch takes time for each."""
 
     @staticmethod
     def forward(ctx, cached: CachedCall, q, k, v):
         out, lse = cached.run(q, k, v)
-        # The first call saves the same tensors; a checkpoint may compare the two calls.
+        # Save the same tensors as the first call does, since torch's checkpointing may compare the two.
         ctx.save_for_backward(out, lse, q, k, v)
         ctx.gradients = cached.gradients
         if not cached.lse:
@@ -202,9 +204,9 @@ class _Replay(torch.autograd.Function):
 
 
 def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> torch.library.Library | None:
-    """Register ``name_cached``, an operator without a backward; keep the library that is returned.
+    """Register ``{name}_cached``, an operator without a gradient; keep the library that is returned.
 
-    Differentiating it raises. Without a registered backward, torch would drop the gradient with a warning.
+    Its registered backward only raises an error. Without it, torch would drop the gradient with a warning.
     """
     return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 
@@ -224,10 +226,10 @@ def _no_second_derivative(ctx, *grads):
 
 
 def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
-    """Run an operator under vmap.
+    """Run an operator under vmap: once if possible, otherwise once per index of the mapped dimension.
 
-    If all its tensors are mapped and no optional tensors are given, the mapped dimension joins the batch.
-    Otherwise the operator runs in a loop.
+    One run suffices if all tensors are mapped and there are no optional tensors. The mapped dimension is then
+    merged into the batch.
     """
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
     leading = len(inputs) - len(Arguments._fields) + 3  # a backward has four tensors before q, k and v
@@ -242,7 +244,7 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
 
 
 def _sliced(x: object, dim: object, i: int) -> object:
-    """Return the slice of an argument that the ``i``-th call under vmap takes."""
+    """Return the part of an argument that belongs to index ``i`` of the dimension mapped by vmap."""
     if isinstance(x, list):
         return [_sliced(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
     return x if dim is None else x.select(dim, i)

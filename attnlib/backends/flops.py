@@ -1,7 +1,7 @@
-"""FLOPs of attention in torch's FlopCounterMode, the same as for torch's own attention on the same shapes.
+"""FLOPs of attention for torch's FlopCounterMode, counted as torch counts them for its own attention.
 
-A query counts with every key of its sequence, even if the mask hides some. Lengths are read from their
-tensors unless those are fake.
+Every pair of a query and a key of its sequence counts, even if the mask hides it. The lengths of sequences
+are read from tensors, unless these are fake (have no values).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,9 @@ BACKENDS = ("torch", "triton", "triton_plain")  # the backends that register ope
 def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..., int]:
     """Return the FLOP formula of an operator.
 
-    Each pair of a query and a key counts as ``d`` dot products over a key's channels and ``e`` over a
-    value's. ``named`` turns the operator's arguments into a named tuple.
+    Each pair of a query and a key counts as ``d`` dot products over the channels of a key, and ``e`` over the
+    channels of a value. ``named`` turns the arguments of the operator into a named tuple, and ``pairs``
+    counts the pairs.
     """
 
     def flops(*arguments, out_val=None) -> int:
@@ -28,15 +29,16 @@ def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..
         widths = d * a.q.shape[-1] + e * (a.k if a.v is None else a.v).shape[-1]
         return 2 * a.q.shape[-2] * pairs(a) * widths
 
-    # Without this attribute, FlopCounterMode would pass shapes to a custom_mapping's function, not tensors.
+    # This attribute makes FlopCounterMode pass tensors to a function in custom_mapping, not only their
+    # shapes.
     flops._get_raw = True
     return flops
 
 
 def _pairs(a: Arguments) -> int:
-    """Return the number of query-key pairs, summed over the sequences.
+    """Return the number of pairs of a query and a key in all sequences together.
 
-    If the offsets are fake, every sequence counts as the longest.
+    If the offsets of packed sequences are fake (have no values), every sequence counts as the longest.
     """
     if a.cu_seqlens_q is None or _is_fake(a.cu_seqlens_q):
         return prod(a.q.shape[:-2]) * (a.k.shape[-3] if a.max_seqlen_k is None else a.max_seqlen_k)
@@ -44,9 +46,9 @@ def _pairs(a: Arguments) -> int:
 
 
 def _cached_pairs(a: CachedArguments) -> int:
-    """Return the number of query-key pairs over a cache, counting only tokens that it still stores.
+    """Return the number of pairs of a query and a token that the cache still stores.
 
-    If the lengths are fake, the page table counts as full.
+    If the lengths are fake (have no values), every sequence counts as filling its row of the page table.
     """
     if _is_fake(a.lengths):
         return prod(a.q.shape[:-2]) * a.table.shape[1] * a.k.shape[1]
@@ -58,9 +60,9 @@ def _is_fake(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # FakeTensor is a subclass
 
 
-# A forward has one product over d for the score, and one over e for the output.
+# A forward has one product over the d channels of a key (score), and one over the e channels of a value.
 forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)
-# A backward has the recomputed score, dq and dk over d, and dv and the gradient of probabilities over e.
+# A backward has three products over d (score, dq, dk), and two over e (dv, gradient of the probability).
 backward_flops: Callable[..., int] = _formula(
     lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2
 )

@@ -1,7 +1,7 @@
-"""The arguments and results of the backends' operators.
+"""The arguments and results of the backends' torch operators.
 
-torch's dispatcher takes one flat list of arguments. Its order is defined only here; other code uses field
-names.
+torch's dispatcher takes arguments as one flat list. Their order is defined only here; all other code uses the
+field names.
 """
 
 from types import MappingProxyType
@@ -25,8 +25,8 @@ TYPES = MappingProxyType(
 class Arguments(NamedTuple):
     """The arguments of a forward operator in the order of its schema; tensors come first.
 
-    ``captured`` holds the tensors that the mask and score programs read, those of the mask first.
-    ``mask_tiles`` lists the tiles that the mask function hides; without it, kernels find them.
+    ``captured`` holds the tensors that the mask and score functions read, with those of the mask function
+    first. ``mask_tiles`` classifies tiles as hidden, partial or full, if that is already known.
     """
 
     q: Tensor
@@ -55,13 +55,13 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None
     mask_program: str | None
     score_program: str | None
-    learns: bool  # True if a tensor that scores read needs a gradient
+    learns: bool  # True if a tensor that the score function reads needs a gradient
 
 
 class CachedArguments(NamedTuple):
-    """The arguments of an operator over a cache.
+    """The arguments of an operator that computes attention over a KV cache.
 
-    For latent storage ``v`` and ``v_scale`` are None, because values are read from ``k``.
+    In a latent cache, values are read from ``k``, so ``v`` and ``v_scale`` are None.
     """
 
     q: Tensor
@@ -91,7 +91,7 @@ class CachedArguments(NamedTuple):
 
     @property
     def value_plane(self) -> Tensor:
-        """The plane that values are read from, which is ``k`` for latent storage."""
+        """The tensor that values are read from, which is ``k`` in a latent cache."""
         return self.k if self.v is None else self.v
 
 
@@ -101,8 +101,8 @@ AnyArguments = Arguments | CachedArguments
 class WriteArguments(NamedTuple):
     """The arguments of an operator that writes tokens to a cache.
 
-    The planes and scales, which come first, are written in place. For latent storage ``k`` is the latent
-    plane and ``v`` the rotary-key plane.
+    The tensors of the cache come first: two planes (which store the tokens) and their scales. They are
+    written in place. In a latent cache, ``k`` stores the latents, and ``v`` the rotary keys.
     """
 
     k: Tensor
@@ -119,7 +119,7 @@ class WriteArguments(NamedTuple):
 
 
 def flat(call: Call) -> Arguments:
-    """Return the operator arguments of a validated call on tensors; channels of q, k and v are contiguous."""
+    """Return a validated call on tensors as operator arguments; the channels of q, k, v are contiguous."""
     q, k, v, mask, score = call.q, call.k, call.v, call.mask.band, call.score
     packing, dropout = call.packing, call.dropout
     if call.spec.strided:
@@ -141,7 +141,7 @@ def flat(call: Call) -> Arguments:
 
 
 def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArguments:
-    """Return the operator arguments of a validated call over a cache view."""
+    """Return a validated call over a view of a cache as operator arguments."""
     kv, mask, score = call.kv, call.mask.band, call.score
     captured, *programs = _flat_functions(call)
     q = call.q.contiguous() if call.spec.strided else call.q
@@ -155,7 +155,7 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
 
 
 def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | None]:
-    """Return the tensors that the mask and score functions capture, and the text of both programs."""
+    """Return the tensors that the mask and score functions capture, and the source of both functions."""
     if (functions := call.functions) is None:
         return None, None, None
     programs = (None if x is None else x.text for x in (functions.mask, functions.score))
@@ -163,9 +163,9 @@ def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | 
 
 
 def _learns(call: Call) -> bool:
-    """True if a tensor that scores read needs a gradient.
+    """True if a tensor that the score function reads needs a gradient.
 
-    Also True under a transform, which does not reveal it.
+    Also True under a transform (such as vmap), which hides whether a gradient is needed.
     """
     return call.functions is not None and (
         is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
@@ -173,7 +173,7 @@ def _learns(call: Call) -> bool:
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
-    """Return the fields as a schema declares them; the first ``written`` fields are modified in place."""
+    """Return fields in the syntax of torch's schemas; the first ``written`` ones are modified in place."""
     letters = [f"({chr(ord('a') + n)}!)" if n < written else "" for n in range(len(fields._fields))]
     typed = zip(get_type_hints(fields).items(), letters, strict=True)
     return ", ".join(f"{_type(hint, letter)} {name}" for (name, hint), letter in typed)
@@ -183,7 +183,7 @@ def _type(hint: type, written: str = "") -> str:
     return f"{TYPES[hint]}{written}" if hint in TYPES else f"{TYPES[get_args(hint)[0]]}{written}?"
 
 
-TENSORS = Arguments._fields.index("captured")  # the number of leading tensor fields
+TENSORS = Arguments._fields.index("captured")  # the number of fields that are single tensors; they come first
 BY_POSITION = Arguments._fields[3:TENSORS]  # kernels assume that these tensors are contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
 BACKWARD = (
@@ -205,12 +205,12 @@ def functions_of(a: AnyArguments) -> Functions | None:
 
 
 def mask_and_score(a: AnyArguments) -> tuple[Mask, Score]:
-    """Return the mask's band, and the options that turn q·k into a score."""
+    """Return the band of the mask, and the options that turn a product of q and k into a score."""
     return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
 
 
 def readable(a: AnyArguments) -> AnyArguments:
-    """Return the arguments with their optional tensors contiguous, as kernels assume."""
+    """Make the optional tensors of a call contiguous, as kernels assume, and return the arguments."""
     scattered = {
         name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()
     }
@@ -218,19 +218,19 @@ def readable(a: AnyArguments) -> AnyArguments:
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised output ``[..., s, h, e]`` and LSE ``[..., h, s]``, fp64 for fp64, else fp32."""
+    """Allocate an output ``[..., s, h, e]`` and an LSE ``[..., h, s]`` in fp32, or in fp64 if q is fp64."""
     *batch, s, h, _ = q.shape
     out = q.new_empty((*batch, s, h, v.shape[-1]), dtype=result_dtype(q.dtype))
     return out, q.new_empty((*batch, h, s), dtype=wide(q))
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the output for queries of this dtype: bf16 for fp8, otherwise the same."""
+    """Return the dtype of the output for queries of dtype ``dtype``: bf16 for fp8, otherwise the same."""
     return torch.bfloat16 if dtype == E4M3 else dtype
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of scores and LSE: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of scores and LSE for queries ``x``: fp64 if the queries are, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -244,17 +244,17 @@ def fake_backward(
 ) -> tuple[Tensor, ...]:
     """Return the shapes and dtypes of a backward operator's results, as tensors without values.
 
-    The results are dq, dk, dv, dslopes and dsinks, each empty if its argument is None, and the gradients of
-    all captured tensors side by side.
+    The results are dq, dk, dv, dslopes and dsinks, each empty if its argument is None, and one flat tensor
+    with the gradients of all captured tensors.
     """
     captured = lse.new_empty(count_learnt(Arguments(*given)))
     return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5]), captured
 
 
 def learnt(a: Arguments) -> list[bool]:
-    """Return, for each captured tensor, True if it has a gradient.
+    """Return a bool for each captured tensor: True if the backward computes its gradient.
 
-    A captured tensor has a gradient if it is floating-point, scores read it, and ``a.learns``.
+    It does so if ``a.learns`` is set, the score function reads the tensor, and the tensor is floating-point.
     """
     functions = functions_of(a)
     mask_count = 0 if functions is None else len(functions.mask_tensors)
@@ -262,29 +262,29 @@ def learnt(a: Arguments) -> list[bool]:
 
 
 def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:
-    """Return the gradient of each captured tensor, a view into their concatenation; None if it has none."""
+    """Split the concatenated gradients of captured tensors into one view per tensor, or None without one."""
     known = list(zip(a.captured or (), learnt(a), strict=True))
     parts = iter(grads.split([x.numel() for x, has_grad in known if has_grad]))
     return [next(parts).view(x.shape) if has_grad else None for x, has_grad in known]
 
 
 def count_learnt(a: Arguments) -> int:
-    """Return the number of elements in all captured tensors that have a gradient."""
+    """Return the total number of elements of all captured tensors that have a gradient."""
     return sum(x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad)
 
 
 def fake_write(*arguments: object) -> None:
-    """Return nothing, like a cache write."""
+    """Do nothing: a cache write has no results whose shapes and dtypes are needed."""
 
 
 def option_grads(
     a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ALiBi slopes and sinks; empty tensors for options that are absent.
+    """Return the gradients of ALiBi slopes and of sinks; an option that is absent gets an empty tensor.
 
-    ``dslopes`` has the gradients of the slopes for each sequence, ``[b, h]``. ``delta`` is ``rowsum(out *
-    dout) - dlse``, in the shape of the LSE. Either may be None if no option needs it. A sink is a key whose
-    value is zero, so its gradient is its probability times ``0 - delta``.
+    ``dslopes`` ``[b, h]`` has the gradients of the slopes for each sequence. ``delta`` is
+    ``rowsum(out * dout) - dlse`` in the shape of the LSE. Each may be None if it is not needed. A sink acts
+    like a key whose value is zero, so its gradient is its probability times ``-delta``.
     """
     slope_grads, sink_grads = lse.new_empty(0), lse.new_empty(0)
     if a.alibi_slopes is not None:

@@ -11,11 +11,10 @@ COUNTER = "torch.utils.flop_counter"
 
 
 class Operator(NamedTuple):
-    """An operator: its schema, implementation, fake implementation and FLOP formula.
+    """A torch operator: its schema, implementation, fake implementation and FLOP formula.
 
-    ``gradients`` and ``keep`` are the ``backward`` and ``setup_context`` of
-    ``torch.library.register_autograd``. ``vmap`` is the operator's vmap rule, which takes the operator as its
-    first argument.
+    ``gradients`` and ``keep`` are passed to ``torch.library.register_autograd`` as ``backward`` and
+    ``setup_context``. ``vmap`` runs the operator under vmap; its first argument is the operator.
     """
 
     schema: str
@@ -30,9 +29,9 @@ class Operator(NamedTuple):
 def register(*operators: Operator) -> torch.library.Library | None:
     """Register operators with torch, and return their library, which the caller must keep alive.
 
-    A second copy of the package in a process runs the operators of the first, and gets None. torch's FLOP
-    counter gets the formulas only if it has already been imported, because importing it imports Triton. A
-    program that imports it later passes ``attnlib.FLOP_FORMULAS``.
+    If a process loads a second copy of the package, that copy gets None, and uses the operators of the first.
+    Importing torch's FLOP counter also imports Triton, so the counter gets the formulas only if it is already
+    imported. A program that imports the counter later can pass it ``attnlib.FLOP_FORMULAS``.
 
     Raises:
         ImportError: the operators in this process belong to another version.

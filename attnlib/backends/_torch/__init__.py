@@ -1,6 +1,6 @@
 """The torch backend: torch's fused CPU attention if it is exact, otherwise attention tile by tile.
 
-No T x T tensor is created, and K and V are not copied unless their channels are strided.
+The scores of a whole sequence never exist at once. K and V are copied only if their channels are strided.
 """
 
 import torch
@@ -38,7 +38,7 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 
 def failures(spec: AttentionSpec) -> list[str]:
-    """Return the private functions of torch that failed their trial, and the cost of each."""
+    """Return a line for each private function of torch that failed its trial, with the cost."""
     return [*watched.failures(), *(fused.failures() if spec.device == "cpu" else [])]
 
 
@@ -59,15 +59,15 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-    """Return the contribution of a chunk to the gradients of a larger call.
+    """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
 
-    ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+    ``dout``, ``out`` and ``lse`` belong to the larger call, and have only the queries of the chunk.
     """
     return OPERATORS.chunk_gradients(call, dout, out, lse)
 
 
 def prepare(call: Call) -> None:
-    """Return None: repeating a call is no faster than the first run."""
+    """Return None: this backend has no faster way to repeat a call."""
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -76,7 +76,7 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 
 def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
-    """Return None: this backend does not distribute sequences over programs of a kernel."""
+    """Return None: this backend runs no kernels over which sequences could be distributed."""
 
 
 def peer_memory(group: object, device: torch.device) -> None:

@@ -15,7 +15,7 @@ FUSED = "torch's fused CPU attention"
 
 
 class _Fused(NamedTuple):
-    """torch's private forward and backward functions; None if they failed their trial."""
+    """torch's private functions for fused CPU attention, or None if they failed their trial."""
 
     forward: Callable | None
     backward: Callable | None
@@ -23,10 +23,10 @@ class _Fused(NamedTuple):
 
 
 def failures() -> list[str]:
-    """Return the reason why torch's fused attention is not used, if it is not.
+    """Return the reason why torch's fused attention is not used; an empty list if it is used.
 
     Raises:
-        NotNow: it cannot be tried now.
+        NotNow: the trial cannot run now.
     """
     return probes.failures(FUSED, _find)
 
@@ -48,10 +48,10 @@ def _look_up() -> _Fused:
 
 
 def causality(batch: Batch) -> bool | None:
-    """Return the ``is_causal`` for torch's fused attention to compute this batch; None if it cannot."""
+    """Return the ``is_causal`` to pass to torch's fused attention; None if it cannot compute this batch."""
     q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
     s, t = q.shape[1], keys.stop - keys.start
-    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros for a NaN query
+    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros if a query is NaN
     # (pytorch#141128).
     if q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
@@ -87,7 +87,7 @@ def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
 def backward(
     batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous dq, dk and dv for the batch's keys.
+    """Return dq, dk and dv of a batch, contiguous.
 
     ``dout`` and ``out`` are ``[b, s, h, d]``, and the LSE is ``[b, h, s]``.
     """
@@ -107,9 +107,10 @@ def _read(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _try(fused: _Fused) -> None:
-    """Compare torch's fused attention with the formula, causal or not, and with a NaN query.
+    """Compare torch's fused attention with the formula, causal and not, and check that a NaN query stays NaN.
 
-    The comparison is in fp32; the error against fp64 may be three times the formula's own.
+    In fp32, its error may be up to three times as large as that of the formula. Both errors are measured
+    against fp64.
 
     Raises:
         RuntimeError: a result differs.
@@ -133,12 +134,12 @@ def _try(fused: _Fused) -> None:
 
 
 def _numbers(n: int) -> Tensor:
-    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without torch's random state."""
+    """Return test numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) that are not random."""
     return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
 
 
 def _by_formula(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Return the output, the LSE and the gradients of q, k and v by the formula."""
+    """Return the output, the LSE and the gradients of q, k and v, computed from the formula."""
     scores = 0.5 * q @ k.mT
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)

@@ -1,6 +1,6 @@
-"""The torch backend's operators: forward, backward, cached attention and cache writes, with their fakes.
+"""The operators of the torch backend: forward, backward, cached attention and cache writes.
 
-Lengths, offsets and page tables are read on the host.
+Lengths, offsets and page tables are copied to the host, since Python code loops over them.
 """
 
 import torch
@@ -26,7 +26,7 @@ def cached(*arguments):
 
 def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
     """Return the output and LSE of a call, given its batches."""
-    if torch.is_autocast_enabled(q.device.type):  # autocast would sum in 16 bits
+    if torch.is_autocast_enabled(q.device.type):  # without this, autocast would sum in 16 bits
         with torch.autocast(q.device.type, enabled=False):
             return _solved(q, v, every)
     if every and not every[0].index:
@@ -61,9 +61,9 @@ def _backward(dout, dlse, out, lse, *arguments):
     dcaptured = lse.new_zeros(count_learnt(a))
 
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-        """Return the gradients of a batch's queries, keys, values and ALiBi slopes.
+        """Return the gradients of the queries, keys, values and ALiBi slopes of a batch.
 
-        The last is 0 from fused attention, which never runs with slopes.
+        After fused attention, which never runs with slopes, the last one is 0.
         """
         if causal is None:
             return tiles.backward(

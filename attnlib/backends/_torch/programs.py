@@ -1,4 +1,4 @@
-"""Derivatives of score functions on a tile."""
+"""Compute the gradients of a score function on a tile of scores."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -22,8 +22,8 @@ def differentiated(
 ) -> Tensor:
     """Return the gradient of the scores that a function takes, given ``d``, the gradient of its results.
 
-    ``by`` is the derivative of the function's program. Hidden pairs have the gradient 0. The gradients of
-    captured tensors are added to ``grads``, in which all floating-point ones lie side by side.
+    ``by`` is the derivative of the score function. Hidden pairs get the gradient 0. The gradients of captured
+    tensors are added to ``grads``, one flat tensor for all that are floating-point.
     """
     firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
     operand = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
@@ -38,7 +38,7 @@ def differentiated(
         at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
         for x, size, stride in zip(indices, tensors[n].shape, _contiguous_strides(tensors[n]), strict=True):
             at = at + index_at(x, size, operand, INT64) * stride
-        value = visible(value).sum_to_size(at.shape)  # add up what goes to the same element
+        value = visible(value).sum_to_size(at.shape)  # sum over pairs that read the same element
         grads.index_add_(0, at.flatten(), value.flatten())
     return visible(by.score)
 

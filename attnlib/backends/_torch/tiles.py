@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward, tile by tile.
 
-A tile of scores is ``[n * g, f * s, t]``: the first dimension combines sequences and KV heads, the second a
-group's query heads and the queries. Products never include keys outside a sequence. Pairs inside it that the
-mask hides are multiplied by zero.
+A tile of scores is ``[n * g, f * s, t]``. Its first dimension combines sequences and KV heads, its second the
+query heads of a group and the queries, and its third has the keys. A product never includes keys outside a
+sequence. Inside, hidden pairs of a query and a key get the probability zero.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
 from .programs import differentiated
 
-# Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile hit a core's cache.
+# The number of scores in a tile. In fp32 they take 2 MiB, so they stay in a core's cache during the softmax.
 SCORES = 2**19
 
 
 class QueryBlock(NamedTuple):
-    """A row of tiles: the queries ``rows`` of some ``sequences`` of a batch.
+    """The queries ``rows`` of some ``sequences`` of a batch, for which tiles are computed one after another.
 
-    Together they see the keys ``[start, stop)``.
+    All keys that these queries see lie in ``[start, stop)``.
     """
 
     sequences: slice
@@ -37,7 +37,7 @@ class QueryBlock(NamedTuple):
     q: Tensor  # [n * g, f * s, d], scaled, in the dtype of scores
 
     def column(self, x: Tensor) -> Tensor:
-        """Return one number per query as a column, ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
+        """Return the block's part of ``x``, a number per query, as ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
         return x[self.sequences, :, self.rows].reshape(*self.q.shape[:2], 1)
 
 
@@ -46,9 +46,9 @@ class Tile(NamedTuple):
 
     k: Tensor
     v: Tensor
-    scores: Tensor  # [n * g, f * s, t], hidden ones -inf
+    scores: Tensor  # [n * g, f * s, t]; -inf if the mask hides a pair
     tanh: Tensor | None  # tanh(score / softcap)
-    hidden: Tensor | None  # bool [s, t], or [n, h, s, t] with a mask function; None if nothing is hidden
+    hidden: Tensor | None  # bool [s, t], with a mask function [n, h, s, t]; None if nothing is hidden
     distance: Tensor | None  # |i - j| for ALiBi, [s, t]
     indices: dict[str, Tensor] | None  # the inputs of mask and score functions
     weight: Tensor | None  # dropout factors, 0 or 1 / (1 - p)
@@ -62,7 +62,7 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
     b, s, h, _ = batch.q.shape
     out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1], dtype=result_dtype(batch.q.dtype))
-    # The LSE of what a query has seen: nothing, or a sink.
+    # Each LSE starts with what a query sees before any key: nothing, or a sink.
     lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
@@ -74,14 +74,14 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
             if (tile := _tile(batch, block, start, stop)) is None:
                 continue
             new_m = torch.maximum(m_i, tile.scores.amax(-1, keepdim=True))
-            # A row that has not seen a key yet has the maximum -inf; subtracting it would give NaN.
+            # If a query has not seen a key yet, its maximum is -inf, and subtracting that would give NaN.
             safe = new_m.masked_fill(new_m == -torch.inf, 0)
             p = tile.scores.sub_(safe).exp_()
             correction = torch.exp(m_i - safe)
             l_i = l_i * correction + p.sum(-1, keepdim=True)
             acc = acc * correction + tile.dropped(p) @ tile.v
             m_i = new_m
-            del tile, p  # lets the next tile reuse their memory, which saves 8 % of the time
+            del tile, p  # the next tile then reuses their memory, which saves 8 % of the time
         acc = acc if batch.value_factor is None else acc * block.column(batch.value_factor)
         own_lse, own_out = lse[block.sequences, :, block.rows], out[block.sequences, block.rows]
         own_lse.copy_((m_i + l_i.log()).view_as(own_lse))
@@ -94,8 +94,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and dslopes ``[b, h]``.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, in which the
-    gradients of the floating-point tensors that the score function captures lie side by side.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. The gradients of floating-point
+    tensors that the score function captures are added to ``dcaptured``, one flat tensor for all of them.
     """
     q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
     b, _, h, _ = q.shape
@@ -105,7 +105,7 @@ def backward(
     by_score = derivative(batch.functions.score) if changes else None
     if by_score is not None and not dcaptured.numel():  # no captured tensor needs a gradient
         by_score = by_score._replace(reads=())
-    # A row that sees no key has lse = -inf. With +inf instead, its probabilities are 0.
+    # A query that sees no key has the LSE -inf. Replacing it with +inf makes its probabilities 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):
         do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
@@ -128,16 +128,16 @@ def backward(
             at = (block.sequences, slice(None), slice(start - keys.start, stop - keys.start))
             dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # block.q already includes the scale
             dv[at] += (tile.dropped(p).mT @ do).unflatten(0, (-1, g))
-            del tile, p, ds  # lets the next tile reuse their memory
+            del tile, p, ds  # the next tile then reuses their memory
         own_dq = dq[block.sequences, block.rows]
         own_dq.copy_(unrows(row_dq * batch.score.scale, own_dq.shape))
     return dq, *(x.transpose(1, 2).to(q.dtype) for x in (dk, dv)), dslopes
 
 
 def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
-    """Yield blocks of the queries that see a key, small enough that a tile of scores fits a core's cache.
+    """Yield blocks of queries, small enough that a tile of their scores fits in a core's cache.
 
-    Queries that see no key are not read, so they may be NaN.
+    Queries that see no key are left out and never read, so they may be NaN.
     """
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
@@ -157,7 +157,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
 
 
 def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
-    """Yield the key ranges of the tiles in a block; each can be read at once."""
+    """Yield the ranges of keys for the tiles of a block, each of which can be read at once."""
     start = block.start
     while start < block.stop:
         inside = start % keys.span
@@ -167,7 +167,7 @@ def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
 
 
 def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
-    """Return the tile of a block and the keys ``[start, stop)``; None if a mask function hides all of it."""
+    """Compute the tile of a block and the keys ``[start, stop)``; None if a mask function hides all of it."""
     h, q, score = batch.q.shape[2], block.q, batch.score
     first, last = batch.first + block.rows.start, batch.first + block.rows.stop
     i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
@@ -239,7 +239,7 @@ def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str,
 
 
 def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
-    """Return the pairs that the band or the mask function hides, as bool ``[n or 1, h or 1, s, t]``."""
+    """Return a bool tensor ``[n or 1, h or 1, s, t]``, True for pairs that the band or the mask hides."""
     functions = batch.functions
     seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_checked_pairs(batch, hidden))
     shape = (indices["i"].shape[0], indices["j"].shape[0])
@@ -248,7 +248,7 @@ def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> 
 
 
 def _score_forward(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
-    """Return the scores of a tile after the score function, in new memory."""
+    """Apply the score function to the scores of a tile, and return the results in new memory."""
     functions, score = batch.functions, indices["score"]
     changed = evaluated(
         functions.score, indices, functions.score_tensors, score.dtype, counted=_checked_pairs(batch, hidden)
@@ -257,9 +257,9 @@ def _score_forward(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | No
 
 
 def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
-    """Return the gradient of the scores before the score function, given ``ds`` after it.
+    """Return the gradient of the scores that a score function took, given that of its results, ``ds``.
 
-    Adds the gradients of the tensors that the function captures to ``dcaptured``.
+    The gradients of the tensors that the function captures are added to ``dcaptured``.
     """
     functions, d = batch.functions, ds.view_as(tile.indices["score"])
     found = differentiated(by, d, tile.hidden, tile.indices, functions.score_tensors, dcaptured)
@@ -267,9 +267,9 @@ def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptu
 
 
 def _checked_pairs(batch: Batch, hidden: Tensor | None) -> Tensor | None:
-    """Return the pairs whose indices are checked with ``ATTNLIB_CHECK=1``: all that may be visible.
+    """Return the pairs of a tile whose indices are checked with ``ATTNLIB_CHECK=1``, or None without checks.
 
-    None means that checks are off.
+    All pairs are checked that the band does not hide.
     """
     if not are_checks_on(batch.q):
         return None

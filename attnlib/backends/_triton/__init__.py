@@ -18,7 +18,7 @@ from .launching.launch import against
 
 
 class TritonBackend:
-    """A backend (see :class:`attnlib.dispatch.Backend`) whose operators are registered under ``name``.
+    """A backend of Triton kernels whose operators are registered under ``name``; see ``dispatch.Backend``.
 
     With ``hopper``, calls on Hopper may use the dedicated Hopper kernels.
     """
@@ -33,7 +33,7 @@ class TritonBackend:
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Return the reasons why this backend cannot run ``spec``."""
         layout = spec.layout
-        # The dtype of matrix products.
+        # Matrix products compute in this dtype.
         dtype = layout.dtype if layout is not None and layout.tail else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
@@ -59,7 +59,7 @@ class TritonBackend:
         ]
 
     def failures(self, spec: AttentionSpec) -> list[str]:
-        """Return the private functions of torch and Triton that failed their trial, and the cost of each."""
+        """Return a line for each private function of torch or Triton that failed its trial, with the cost."""
         return [*watched.failures(), *(launch.failures(spec.arch) if spec.device == "cuda" else [])]
 
     def variant(self, call: Call) -> str:
@@ -75,9 +75,9 @@ class TritonBackend:
         return self.cached.attention(call)
 
     def gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
-        """Return the contribution of a chunk to the gradients of a larger call.
+        """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
 
-        ``dout``, ``out`` and ``lse`` are the larger call's, at the chunk's queries.
+        ``dout``, ``out`` and ``lse`` belong to the larger call, and have only the queries of the chunk.
         """
         return self.dense.operators.chunk_gradients(call, dout, out, lse)
 

@@ -8,10 +8,10 @@ from .shapes import DecodeShapes
 
 
 class OverCache:
-    """The classification launch for a mask function over a cache, and the buffer sizes it needs.
+    """The launch that classifies the tiles of a mask function over a cache, and the sizes of two buffers.
 
-    ``launch`` writes ``states`` bytes, one per tile. The decode kernel takes ``arguments`` in addition, and
-    writes at most ``runs`` int32 values.
+    ``launch`` writes one byte per tile, ``states`` bytes in all. The decode kernel then needs ``arguments``
+    besides its usual ones, and writes at most ``runs`` int32 values to the second buffer.
     """
 
     def __init__(self, x: DecodeShapes):
@@ -29,5 +29,5 @@ class OverCache:
 
 
 def _blocks(x: DecodeShapes, rows: int, block: int) -> int:
-    """Return the number of row blocks in all sequences; if packed, allow each sequence a partial block."""
+    """Return the number of row blocks in all sequences; packed ones may each end with a partial block."""
     return rows // block + x.b + 1 if x.packed else x.b * -(-rows // block)

@@ -29,11 +29,11 @@ class DecodePlan(NamedTuple):
     """The launches of a decode call.
 
     Attributes:
-        decode: writes out and lse, or partial results if sequences are split.
-        variant: the kernels that run, for ``explain``.
-        combine: combines the partial results of splits; None if there are none.
-        floats: size of the buffer for partial results, in fp32 values.
-        sparse: classifies the tiles of a mask function before ``decode`` runs; None without such a function.
+        decode: the launch that writes the output and LSE, or partial results if sequences are split.
+        variant: the name of the kernels, which ``explain`` prints.
+        combine: the launch that combines the partial results of splits; None if no sequence is split.
+        floats: the size of the buffer for partial results, in fp32 values.
+        sparse: classifies the tiles of a mask function before ``decode`` runs; None without a mask function.
     """
 
     decode: Launch
@@ -65,12 +65,13 @@ class Cached:
         return decode_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
 
     def prepare(self, call: Call) -> Run | None:
-        """Return a function that repeats a call on new queries of the same layout; None if impossible.
+        """Return a function that repeats a call on new queries of the same layout, or None if impossible.
 
-        The function takes no optional tensor except the queries' descale.
+        Of the optional tensors, only the descale of the queries may change between calls.
         """
         kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
-        # The precision of fp32 products depends on a torch setting that may change between calls.
+        # Calls in fp32 are not cached: torch's setting for the precision of products may change between
+        # calls.
         if (
             spec.strided
             or spec.dtype == torch.float32
@@ -86,8 +87,8 @@ class Cached:
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         blank_out = blank((*q.shape[:-1], spec.value_dim), result_dtype(q.dtype), q.device)
         blank_lse = blank(lse_shape, torch.float32, q.device) if call.lse else None
-        # An LSE that the caller does not want is written behind the partial results, whose rows are multiples
-        # of 16, so the LSE is aligned.
+        # Kernels always write an LSE. If the caller does not need it, it goes behind the partial results.
+        # It is aligned there, because the number of rows before it is a multiple of 16.
         size = plan.floats if call.lse else plan.floats + math.prod(lse_shape)
         blank_room, beyond = blank((size,), torch.float32, q.device), 4 * plan.floats
 
@@ -130,7 +131,7 @@ class Cached:
 
 
 def _schedule_of(kv: KVView) -> Tensor | None:
-    """Return the view's schedule; None if it has another KV-head count, or the other kind of splits."""
+    """Return the schedule of a view; None if it does not match the view's KV heads or its kind of splits."""
     if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (
         kv.layout.heads,
         kv.split_size > 0,
@@ -145,14 +146,14 @@ def decode_key(a: CachedArguments) -> Key:
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
-    """Return kernel arguments by name; planes that a cache lacks are filled in with others, or None."""
+    """Return the tensor arguments of the kernels by name; if the cache lacks one, it is another or None."""
     tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
     none = dict.fromkeys(("states", "runs", "cu_seqlens_k"))
     return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale} | none
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
-    """Compute a schedule for a call whose view has none."""
+    """Compute the schedule of a call over a view of a cache that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule(
         a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size
@@ -174,10 +175,10 @@ def _kernel(x: DecodeShapes) -> Callable:
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
-    """Return the blocks that descriptors (TMA) load, by kernel parameter.
+    """Return, for each kernel parameter that is a TMA descriptor, the block that it loads.
 
-    The generic kernel loads a whole key and, if it has one, its tail. The dedicated Hopper kernels load half
-    of a latent, or 64 channels of keys and values.
+    The generic kernel loads all channels of a key, and its rotary tail if there is one. The dedicated Hopper
+    kernels load half the channels of a latent, or 64 channels of keys and values.
     """
     own, rows = x.hopper is not None, x.tiles.block_n
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
@@ -213,12 +214,12 @@ def decode_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, variant, sparse=sparse)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
-    # The splits of each sequence, if all have the same length.
+    # The number of splits per sequence if all sequences have the same length.
     splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
-    rows = queries if x.b >= x.capacity else together  # if few sequences have splits, few programs
+    rows = queries if x.b >= x.capacity else together  # few sequences are split: few programs suffice
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
     groups = -(-queries // rows)

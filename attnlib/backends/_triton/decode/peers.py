@@ -1,11 +1,12 @@
 """Direct exchange between the GPUs of one host: ranks write queries and results into each other's memory.
 
-All calls of a cache share two buffers, one for queries and one for results, without further locks:
+All calls over a cache share two buffers, one for queries and one for results. Each call has two barriers: one
+after the ranks write queries, and one after they write results. No other locks are needed:
 
-- A rank writes queries only after it has joined the results of the previous call. By then the other ranks
-  have read their previous queries, since they did so before they passed the barrier for results.
-- A rank writes results only after the barrier for queries. By then every rank has joined the results of the
-  previous call.
+- A rank writes queries only after it has merged the results of the previous call. The other ranks have then
+  passed the previous barrier for results, so they no longer read the previous queries.
+- A rank writes results only after the barrier for queries. Every rank has then merged the results of the
+  previous call, so nobody reads the old results.
 """
 
 import hashlib
@@ -25,21 +26,21 @@ from ..launching.launch import Launch, cached_plan
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
 
-# Bytes of each buffer, for queries and for results. Larger steps use NCCL, whose start-up time is negligible
-# for them.
+# Size of the buffer for queries, and of the buffer for results, in bytes. Larger exchanges use NCCL, whose
+# start-up time hardly matters for them.
 HALF = 32 << 20
-# Milliseconds that a rank waits for the others before its kernel fails; NCCL's default.
+# Milliseconds that a rank waits for other ranks before its kernel fails, the same as NCCL's default.
 TIMEOUT = 600_000
 QUERIES = LaunchConfig(0, 4096, 1, 4)
-VALUES = 4096  # values that a program sends or joins
+VALUES = 4096  # each program of a kernel sends or merges about this many values
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers(NamedTuple):
-    """This rank's exchange buffer, and the ``addresses`` of every rank's buffer, int64 ``[2, count]``.
+    """The exchange buffer of this process (``rank``), and the addresses of all ranks' buffers.
 
-    The first row of ``addresses`` is for queries, the second for results. ``handle`` is torch's handle of the
-    symmetric memory; its barrier makes the current stream wait until all ranks have reached it.
+    ``addresses`` is int64 ``[2, count]``: the first row is for queries, the second for results. ``handle`` is
+    torch's handle of the symmetric memory. Its barrier makes the current stream wait for all ranks.
     """
 
     buffer: Tensor
@@ -49,12 +50,12 @@ class PeerBuffers(NamedTuple):
     count: int
 
     def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> "PeerExchange | None":
-        """Return an exchange for these queries and their results.
+        """Return an exchange for the queries ``q`` and their results, or None if NCCL must be used.
 
-        Returns None if they do not fit in a buffer, have more than 4 bytes a value or are on another device,
-        or if a compiler or profiler follows the call.
+        This is so if the tensors do not fit in a buffer, have more than 4 bytes per value or are on another
+        device, or if a compiler or profiler observes the call.
         """
-        widest = max(q.shape[-1], value_dim + 4)  # the LSE, 4 bytes, lies beside an output
+        widest = max(q.shape[-1], value_dim + 4)  # an output is sent with its LSE of 4 bytes
         is_taken = self.count * q.shape[:-1].numel() * widest * q.itemsize <= self.buffer.numel() // 2
         if not is_taken or q.itemsize > 4 or q.device != self.buffer.device or are_watched(q, q, q):
             return None
@@ -75,7 +76,7 @@ class PeerExchange(NamedTuple):
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """Return the queries of all ranks, in a buffer of this rank that the next call overwrites."""
+        """Send queries to all ranks; return those of all ranks in a buffer that the next call overwrites."""
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
@@ -111,13 +112,13 @@ class _Sizes(NamedTuple):
     """The sizes that determine how ranks exchange results.
 
     Attributes:
-        rank, count: this rank, and the number of ranks.
-        lines: results per rank, one per token and head.
-        heads: query heads whose results a rank gets.
-        all_heads: query heads of all ranks.
-        group: query heads of a rank per KV head.
-        s, e: queries per sequence (or in all, if packed), and output channels.
-        have_own_heads: each rank has query heads of its own.
+        rank, count: the number of this rank, and the number of all ranks.
+        lines: the results that each rank receives from every rank, one per token and head.
+        heads: the query heads whose results a rank receives.
+        all_heads: the query heads of all ranks together.
+        group: the query heads of one rank that share a KV head.
+        s, e: the queries per sequence (if packed, of all sequences), and the channels of an output.
+        have_own_heads: True if the query heads are sharded over the ranks.
     """
 
     rank: int
@@ -136,7 +137,7 @@ class _Sizes(NamedTuple):
 
 
 def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a view of a byte buffer as a tensor that begins at byte ``first``."""
+    """Return a tensor that is a view into a byte buffer from byte ``first`` on."""
     return buffer[first : first + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -155,7 +156,7 @@ def _sending_queries(
 def _exchanging(
     device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Launch, Launch]:
-    """Return two launches: send results to the other ranks, and join theirs into ``dtypes[1]``."""
+    """Return two launches: one sends results to all ranks, the other merges those received."""
     from ..kernels.peers import join_results, send_results
 
     main, early = power_of_two(x.e), arch_of(device) == 90
@@ -173,7 +174,7 @@ def _exchanging(
 def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | None:
     """Return exchange buffers for a group; None unless all its GPUs can write into each other's memory.
 
-    A collective call: all ranks of the group must make it.
+    All ranks of the group must call this function together.
     """
     if device.type != "cuda" or group.size() == 1 or not _are_near(group, device):
         return None
@@ -188,9 +189,9 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | No
 
 
 def _are_near(group: "ProcessGroup", device: torch.device) -> bool:
-    """True if all ranks run on one host, each on a GPU of its own, and these GPUs can access each other.
+    """True if all ranks run on one host, each on its own GPU, and these GPUs can access each other.
 
-    A collective call, which returns the same on every rank.
+    All ranks of the group must call this function together, and all get the same answer.
     """
     import torch.distributed as dist
 

@@ -14,8 +14,9 @@ def new_schedule(
 ) -> Tensor:
     """Allocate a schedule ``[heads, halvings, slots, 8]`` for up to ``rows`` sequences.
 
-    All KV heads share its memory. With a fixed ``split_size`` it has one slot per split, for sequences of up
-    to ``limit`` tokens.
+    A schedule lists the splits of all sequences, one per slot, for several target numbers of splits, each
+    half the previous one (``halvings``). All KV heads share its memory. With a fixed ``split_size``, there
+    is only one target, and a slot for every split of sequences of up to ``limit`` tokens.
     """
     capacity = decode_tables.capacity(layouts.processors(device), heads)
     halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
@@ -29,10 +30,10 @@ def new_schedule(
 def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
-    """Split sequences with these starts and lengths, and write the splits to ``schedule``.
+    """Split the sequences of a cache for decoding, and write the splits to ``schedule``.
 
-    Lengths are limited to ``limit`` tokens. Only the last ``reach`` tokens of a sequence are split, or all if
-    it is None.
+    ``starts`` and ``lengths`` have one entry per sequence; lengths above ``limit`` tokens count as ``limit``.
+    If ``reach`` is set, only the last ``reach`` tokens of a sequence are split.
     """
     plan = _plan(
         schedule.device, schedule.shape, len(lengths), limit, limit if reach is None else reach, split_size

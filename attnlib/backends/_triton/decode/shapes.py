@@ -33,7 +33,8 @@ class DecodeShapes:
         )  # fmt: skip
         takes = key.hopper and a.mask_program is a.score_program is None
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
-        # A descriptor (TMA) loads at least 16 bytes of scales; over pages, it loads the scales of 8 KV heads.
+        # A TMA descriptor must load at least 16 bytes of scales at once: for keys and values, the scales of 8
+        # KV heads.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
@@ -56,20 +57,20 @@ class DecodeShapes:
             self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
         if self.packed and not self.scheduled:
-            self.blocks = 1  # the grid numbers the blocks of all sequences consecutively
+            self.blocks = 1  # the blocks of all sequences are numbered consecutively
         self._count(processors)
 
     def _count(self, processors: int) -> None:
-        """Count the programs, and the rows of the buffer for partial results."""
-        # The grid has one slot per split in the schedule, and if packed one more for rows behind the last
-        # sequence. Slots for the blocks of long sequences follow.
+        """Count the programs of the grid, and the rows of the buffer for partial results."""
+        # The grid has one slot for each split in the schedule. Packed queries need one more, for query rows
+        # that follow the last sequence. Last come the slots for blocks of long sequences.
         self.planned, self.long_slots, self.long_splits = (
             (self.slots + self.packed) * self.scheduled,
             self.b,
             1,
         )
-        # Packed sequences may each end with a partial block. With a schedule, only long sequences, which have
-        # more rows than a slot, need slots of their own; without one, all do.
+        # Every packed sequence may end with a partial block. With a schedule, only long sequences (those with
+        # more query rows than fit in one slot) need extra slots. Without a schedule, every sequence does.
         if self.packed:
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
             blocks, partial = (
@@ -110,5 +111,5 @@ class DecodeShapes:
             **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
-            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set only for sparse tiles
+            **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # set only for mask functions
         }  # fmt: skip

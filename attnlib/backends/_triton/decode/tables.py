@@ -5,25 +5,27 @@ from typing import NamedTuple
 from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
-# At full capacity, splits begin at multiples of FINEST tokens. Each halving of the capacity doubles the step,
-# up to GRANULARITY.
+# The capacity of a schedule is the number of splits it aims for. At full capacity, splits begin at multiples
+# of FINEST tokens. Each halving of the capacity doubles this step, up to GRANULARITY tokens.
 GRANULARITY = 128
 FINEST = 32
 ENTRY = 8  # int32 values per split in a schedule
 HALVINGS = 12  # a schedule is stored for 12 capacities, each half of the previous one
 RESIDENT = 4  # schedules assume that an SM runs at most this many programs at once
 LARGE = (80, 90, 100)  # architectures with more than 99 KB of shared memory
-EDGE = 16  # tokens in a masked tile, if full tiles are loaded by descriptors (TMA)
-TILE = 64  # most query rows in a tile of the tables for few rows
-# Long packed sequences, which have more query rows than a tile: tokens of their splits at least and at most.
+EDGE = 16  # if descriptors (TMA) load the full tiles, masked tiles have this many tokens
+TILE = 64  # up to this many query rows, the tables for few rows apply
+# The minimum and maximum tokens in a split of a long packed sequence, one with more query rows than a tile.
 SMALLEST, LARGEST = 512, 4096
-LONG_SPLITS = 16  # most splits per block of a long sequence; more take longer to combine than they save
-TOGETHER = 16  # rows per program of the combine kernel, if long sequences are split
-# The combine kernel aims for at least this many programs. 128 heads, 1 x 8k, 64 splits:
+LONG_SPLITS = 16  # most splits per block of a long sequence; combining more costs more than it saves
+TOGETHER = 16  # if long sequences are split, rows per program of the combine kernel
+# The combine kernel aims for at least this many programs. Its time with 128 heads, one sequence of 8k tokens
+# and 64 splits:
 #   programs  1,024  512  256
 #   us          6.8  4.8  3.7
 JOINING = 256
-LONG = 16  # mean query tokens per sequence above which a call may have enough programs without splits
+# With more query tokens per sequence than this, on average, a call may fill the GPU without splits.
+LONG = 16
 
 
 class DecodeCase(NamedTuple):
@@ -59,8 +61,8 @@ class DecodeCase(NamedTuple):
         return max(self.head_dim + self.tail, power_of_two(self.value_dim))
 
 
-# Tables list (widest head, config), tuned on an H200, 2026-11. This one serves up to TILE query rows;
-# `decode` fits block_m to them.
+# Each table lists (widest head, config), tuned on an H200, 2026-11. This table serves up to TILE query rows;
+# `decode` adapts block_m to their number.
 FEW_ROWS = (
     (128, LaunchConfig(16, 64, 4, 4)),
     (256, LaunchConfig(16, 32, 4, 4)),
@@ -78,8 +80,8 @@ EIGHT_BIT = (
     (256, LaunchConfig(16, 64, 3, 4)),
     (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122 us; 16 x 32 takes 138 us
 )
-# Tiles for many query rows with a score function, which needs registers: a tile of 128 rows would spill 328
-# bytes (not timed).
+# Tiles for many query rows with a score function. The function needs registers: with a tile of 128 rows, 328
+# bytes would spill (not timed).
 MANY_ROWS_CHANGED = ((128, LaunchConfig(64, 64, 3, 8)), *MANY_ROWS[1:])
 # Batch-invariant calls: the same tile for any number of query rows.
 BATCH_INVARIANT = (
@@ -93,21 +95,21 @@ FP32 = (
     (256, LaunchConfig(16, 16, 2, 4)),
     (576, LaunchConfig(16, 16, 1, 8, resident=1)),
 )
-# Latent caches (MLA) on GPUs with 200 KB of shared memory; the tile of 64 rows on sm_90 only.
+# Tiles for latent caches (MLA) on GPUs with 200 KB of shared memory. The tile of 64 rows needs sm_90.
 LATENT_ROWS_16 = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
-# The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 puts 16 query rows in the columns of
-# a product, ROWS_64 puts 64 in its rows. 32 query heads, 64 x 8k, us:
+# The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 uses 16 query rows as the columns of
+# a matrix product, ROWS_64 uses 64 as its rows. Microseconds, 32 query heads, 64 sequences of 8k tokens:
 #   tile                            bf16  fp8  int8
 #   64 rows                          168  183   188   (8-bit latents are converted to 16 bits)
 #   two blocks of 16 rows            183  156   182
 HOPPER_ROWS_16 = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_ROWS_64 = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)
 HOPPER_INT8_FP8 = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
-MAX_ROWS_INT8_FP8 = 32  # query rows, in two blocks
+MAX_ROWS_INT8_FP8 = 32  # up to this many query rows, HOPPER_INT8_FP8 runs, in one or two blocks
 
-# The dedicated Hopper kernels for keys and values of 128 channels: all warps share 16 query rows, or each
-# half of the warps has 16. Microseconds, pages of 16 tokens:
+# The dedicated Hopper kernels for keys and values of 128 channels. All warps share 16 query rows, or each
+# half of the warps has its own 16. Microseconds, sequences x tokens, pages of 16 tokens:
 #                           ours  cuDNN  generic
 #   16 x 8k                129.4  124.0
 #   128 x 1k               128.5  126.2
@@ -118,14 +120,15 @@ MAX_ROWS_INT8_FP8 = 32  # query rows, in two blocks
 #   64 x 8k, int8            255             282
 #   64 x 8k, fp8             255             277
 #   16 x 1k, 8 bits         14.3            15.2
-# Fewer loads in flight are faster. Microseconds by slots (stages):
+# Fewer loads in flight (slots, or stages) are faster. Microseconds:
 #   slots               2      3     4     6
 #   16 x 8k         126.8  127.6
 #   64 x 8k, int8     255    258
 #   64 x 8k, MQA     72.4   70.8  73.0  76.6
 HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
 HOPPER_PAGES_ROWS_32 = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
-# The least capacity of a cache, in tokens times KV heads, for these kernels: 64 MB, more than the L2 cache.
+# The dedicated kernels need a cache of at least this capacity, in tokens times KV heads. In 16 bits it takes
+# 64 MB, more than the L2 cache.
 LEAST_CACHED = 1 << 17
 
 
@@ -168,7 +171,7 @@ def hopper(case: DecodeCase, cached: int) -> LaunchConfig | None:
 
 
 def together(kv_heads: int, config: LaunchConfig | None) -> int:
-    """Return the number of KV heads per program: one per warp in the Hopper kernel over pages, otherwise 1.
+    """Return how many KV heads a decode program handles: one, or in the Hopper GQA kernel up to one per warp.
 
     >>> [together(heads, HOPPER_PAGES) for heads in (1, 6, 32)], together(8, None)
     ([1, 2, 8], 1)
@@ -206,8 +209,8 @@ def decode(case: DecodeCase) -> LaunchConfig:
 def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
     """True if 8-bit values are read in pairs, as 16-bit words.
 
-    Pairs need more registers than a tile of many rows leaves. A product needs at least 16 channels, so pairs
-    need 32.
+    With more than 16 query rows, a tile leaves too few registers for this. A matrix product needs at least 16
+    channels, and pairs halve their number, so heads need at least 32.
     """
     channels = [n for n in widths_of(case.head_dim, case.tail, case.value_dim)[:2] if n]
     return case.itemsize == 1 and case.aligned and config.block_m == 16 and min(channels) >= 32
@@ -232,10 +235,11 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 
 
 def rows(tokens: int, batch: int, group: int) -> int:
-    """Return the query rows per packed sequence to choose tiles for; all sequences have ``tokens`` queries.
+    """Return the number of query rows per packed sequence for which tiles are chosen.
 
-    The result is the mean, but at least the most rows that one sequence may have, up to a tile: each further
-    block of rows would read all keys again.
+    All sequences together have ``tokens`` queries. The result is the mean per sequence. If the longest
+    possible sequence still fits in a tile, it is that sequence's number: a second block would read all keys
+    again. If it does not fit, the result is at least a full tile.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)
@@ -245,9 +249,9 @@ def rows(tokens: int, batch: int, group: int) -> int:
 
 
 def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool = False) -> int:
-    """Return how often to halve the capacity if each split takes this many programs for all KV heads.
+    """Return how often to halve the capacity of a schedule, its number of splits.
 
-    With ``whole``, splits consist of whole tiles.
+    A split takes ``programs`` programs for all KV heads together. With ``whole``, it consists of whole tiles.
 
     >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
     (2, 0, 2)
@@ -267,9 +271,9 @@ def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
 
 
 def capacity(processors: int, kv_heads: int) -> int:
-    """Return the number of splits, over all sequences, that fill a GPU with this many multiprocessors.
+    """Return how many splits of all sequences together fill a GPU with this many multiprocessors.
 
-    Fewer than 4 KV heads need more splits to fill it.
+    With fewer than 4 KV heads, more splits are needed to fill the GPU.
     """
     return max(1, RESIDENT * processors // min(kv_heads, RESIDENT))
 
@@ -277,8 +281,8 @@ def capacity(processors: int, kv_heads: int) -> int:
 def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
     """Return the rows, splits and channels that a program of the combine kernel handles at once.
 
-    There are ``rows`` rows of ``width`` channels in all. ``splits`` is the number of splits per sequence if
-    all have the same length.
+    The kernel combines ``rows`` rows of ``width`` channels in all. ``splits`` is the number of splits per
+    sequence if all sequences have the same length.
 
     >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384)
     ((4, 2, 512), (8, 4, 128), (2, 16, 256))
@@ -292,14 +296,14 @@ def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
 
 
 def slots(batch: int, capacity: int) -> int:
-    """Return the most splits that a schedule of this capacity may have for ``batch`` sequences."""
+    """Return the largest number of splits in a schedule with this capacity for ``batch`` sequences."""
     return max(capacity, batch + (capacity + 1) // 2)
 
 
 def widths_of(head_dim: int, tail: int, value_dim: int) -> tuple[int, int, int]:
-    """Return the padded widths of the blocks for a key, for the rest of a key, and for a value.
+    """Return the padded channels of the block for a key, of a second block for its rest, and of a value.
 
-    In a latent cache the rest is the rotary plane, ``tail``.
+    In a latent cache, the rest of a key is its rotary part, with ``tail`` channels.
     """
     if tail:
         return power_of_two(head_dim), power_of_two(tail), power_of_two(value_dim)

@@ -1,4 +1,4 @@
-"""Cache writes in Triton: the torch operator, its launch plans, and cached writes that bypass it."""
+"""Cache writes in Triton: the torch operator, its launch plans, and repeated writes that bypass it."""
 
 from math import inf, prod
 
@@ -18,7 +18,7 @@ from ..launching.launch import Launch, against, cached_plan
 from ..launching.layouts import Key, key_of, strides
 from ..launching.replay import Replay
 
-# Values per tile, by the number of values written; not timed.
+# Each entry: the most values in a write, and the values per tile; not timed.
 TILES = ((1 << 20, 512), (inf, 2048))
 
 
@@ -32,8 +32,8 @@ def write_cache(
 ) -> Write | None:
     """Rotate and quantize tokens, and write them to the cache in place; slots out of range are skipped.
 
-    Returns a function that writes other tensors of the same layouts to the same slots, or None if the call
-    cannot be cached: a compiler, mode or profiler follows it, or an argument had to be copied.
+    Returns a function that writes other tensors of the same layouts to the same slots. Returns None if the
+    call cannot be cached: a compiler, mode or profiler observes it, or an argument had to be copied.
     """
     a = given = _arguments(kv, k, v, slots, angles)
     if angles is not None:
@@ -78,12 +78,12 @@ def _prepared(a: WriteArguments) -> Write:
 
 
 def _is_followed(k: Tensor, v: Tensor | None, cos: Tensor | None) -> bool:
-    """True if a mode, transform or profiler follows the call, so torch's dispatcher must run it."""
+    """True if a mode, transform or profiler observes the call, so it must go through torch's dispatcher."""
     return are_watched(k, k if v is None else v, k if cos is None else cos)
 
 
 def _as_bytes(a: WriteArguments) -> WriteArguments:
-    """Return the arguments with fp8 planes viewed as uint8; Triton supports fp8 only from sm_89 on."""
+    """Return the arguments, with fp8 tensors viewed as uint8: Triton supports fp8 only from sm_89 on."""
     fp8 = {
         name: x
         for name in ("k", "v")
@@ -101,8 +101,8 @@ def plan(key: Key) -> Launch:
     """Return the launch of a write.
 
     Raises:
-        ValueError: the shapes of the new tokens do not match the planes or the slots.
-        NotImplementedError: the cache or the new tokens have more rows than int32 can count.
+        ValueError: the shapes of the new tokens do not match the cache or the slots.
+        NotImplementedError: the cache or the new tokens have too many rows to count in int32.
     """
     from ..kernels.cache_write import write
 
@@ -135,7 +135,7 @@ def plan(key: Key) -> Launch:
     if a.cos and a.cos.shape[0] == 1:  # the whole batch shares its angles
         arguments["stride_ab"] = 0
     launch = Launch(write, programs, arguments, tiles, early=early)
-    launch.options["enable_fp_fusion"] = False  # rounds every product, as the rope module does
+    launch.options["enable_fp_fusion"] = False  # round after every product, as the rope module does
     return launch
 
 

@@ -1,4 +1,4 @@
-"""Launch plans of the generic kernels, for calls without a cache."""
+"""Plan the launches of the generic kernels, for calls without a cache."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from .shapes import BackwardShapes, DenseShapes
 
 
 def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
-    """Return the launches of a forward, which write out and lse, and the size of ``lists``, in int32 values.
+    """Return the launches of a forward pass, and the size of the buffer ``lists`` in int32 values.
 
-    With a mask function, the first launch writes ``lists``, the tiles to visit; otherwise its size is 0.
+    With a mask function, the first launch lists the tiles to visit in ``lists``; otherwise its size is 0.
     """
     from ..kernels.forward import forward
 
@@ -25,14 +25,14 @@ class Backward(NamedTuple):
     """The launches of a backward, and the sizes of their buffers.
 
     Attributes:
-        prepare: writes lse2 and delta.
-        keys: writes dk and dv; may also accumulate dq into ``sums``.
-        queries: writes dq, and partial gradients of ALiBi slopes.
-        variant: the kernels that run, for ``explain``.
-        shares: partial gradients per slope that ``queries`` writes; None without slopes.
-        sums: fp32 values for accumulating dq, initially zero; 0 if dq is not accumulated.
-        before_keys, before_queries: list the tiles that a mask function leaves; None without one.
-        lists: int32 values in such a list.
+        prepare: the launch that writes lse2 and delta, which the next launches read.
+        keys: the launch that writes dk and dv; it may also add up dq in a buffer of sums.
+        queries: the launch that writes dq, and partial gradients of ALiBi slopes.
+        variant: the name of the kernels, which ``explain`` prints.
+        shares: the number of partial gradients per slope that ``queries`` writes; None without slopes.
+        sums: the size of the buffer of sums in fp32 values, initially zero; 0 if there is none.
+        before_keys, before_queries: launches that list the tiles a mask function does not hide, or None.
+        lists: the size of such a list in int32 values.
     """
 
     prepare: Launch
@@ -53,7 +53,7 @@ class Backward(NamedTuple):
 
 
 def backward(x: BackwardShapes) -> Backward:
-    """Return the launches of a two-pass backward: one pass owns keys, the other owns queries."""
+    """Return the launches of a backward in two passes: one over blocks of keys, one over queries."""
     from ..kernels.backward import backward_keys, backward_queries
 
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))

@@ -26,11 +26,11 @@ class Forward(NamedTuple):
     """The launches of a forward, and the buffers they need.
 
     Attributes:
-        launches: the attention kernel, possibly after a launch that transposes values or lists tiles.
-        variant: the kernels that run, for ``explain``.
-        dynamic: the attention kernel takes its tiles from a counter.
-        transposed: shape of the buffer for transposed fp8 values, or empty.
-        lists: size of the tile lists of a mask function, in int32 values.
+        launches: the attention kernel; before it, there may be one that transposes values or lists tiles.
+        variant: the name of the kernels, which ``explain`` prints.
+        dynamic: True if programs get their tiles from a counter, not in a fixed order.
+        transposed: the shape of the buffer for transposed fp8 values, or empty.
+        lists: the size of the tile lists of a mask function, in int32 values.
     """
 
     launches: tuple[Launch, ...]
@@ -40,10 +40,10 @@ class Forward(NamedTuple):
     lists: int = 0
 
     def counter(self, device: torch.device) -> Tensor | None:
-        """Return the counter for a launch on the current stream; None unless tiles are scheduled dynamically.
+        """Return the tile counter for a launch on the current stream; None if tiles have a fixed order.
 
-        All launches on the default stream share a counter. Other streams may be captured by a CUDA graph,
-        which may own the memory they allocate, so every launch there gets a new counter.
+        All launches on the default stream share one counter. On other streams every launch gets a new one,
+        because a CUDA graph may capture these streams and own the memory that is allocated on them.
         """
         if not self.dynamic:
             return None
@@ -54,7 +54,7 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-_counter_of = cached_plan(_zero)  # kernels reset it to 0
+_counter_of = cached_plan(_zero)  # can be shared, since every kernel resets it to 0
 
 
 @cached_plan
@@ -68,7 +68,7 @@ def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
 def forward(key: Key) -> Forward:
     """Return the launches of a forward, which write out and lse."""
     x, a = DenseShapes(key), key.layouts
-    # The Hopper kernels are untested on chunks of a call, which have an origin.
+    # A chunk of a larger call has an origin. The Hopper kernels are not tested on such chunks.
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
@@ -95,8 +95,8 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     from ..kernels.hopper.forward.transpose_values import transpose_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
-    # If all blocks of queries see the same number of keys, heads may run one after another: no program has to
-    # wait for a longer one.
+    # If all blocks of queries see the same number of keys, programs take equally long. Heads then run one
+    # after another, since no program waits for a longer one.
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     more = config.constants | {"heads_per_wave": wave, "tiles": tiles}
@@ -108,7 +108,7 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         transposed = (planes // x.g, x.case.value_dim, x.g, key_blocks * block_n)
-        # Eight warps. A plain copy of the same bytes takes 22 us.
+        # Eight warps are faster for d64. A plain copy of the same bytes takes 22 us.
         #   us           4 warps  8 warps
         #   d64               42       25
         #   other heads       24       24
@@ -123,9 +123,9 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
 
 
 def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
-    """Return the blocks that descriptors (TMA) load or store, by kernel parameter.
+    """Return, for each kernel parameter that is a TMA descriptor, the block that it loads or stores.
 
-    ``rows`` gives the rows per block of each tensor.
+    ``rows`` has the number of rows in a block of each tensor.
     """
     found = {}
     for name, n in rows.items():
@@ -137,9 +137,9 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
 
 
 def in_order(key: Key) -> Key:
-    """Return the key of a backward, marked ``in_order`` if torch must be deterministic.
+    """Return the cache key of a backward, marked ``in_order`` if torch must be deterministic.
 
-    Otherwise the Hopper backward adds to dq in any order.
+    Without this mark, the programs of the Hopper backward add to dq in any order.
     """
     return key._replace(in_order=True) if torch.are_deterministic_algorithms_enabled() else key
 
@@ -159,9 +159,9 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
 def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:
     """True if the Hopper backward supports the mask and score functions of a call.
 
-    A fixed order of additions relies on bands, so it excludes functions. Gradients of tensors that a score
-    function reads need atomics, which crash ptxas next to wgmma. There is no room to keep the scores that
-    some derivatives need.
+    A fixed order of additions relies on the band of a mask, so it excludes functions. If a tensor that a
+    score function reads needs a gradient, the kernel would need atomics, which crash ptxas next to wgmma.
+    Some derivatives need the original scores, for which there is no space left.
     """
     if in_order or not config.dq_registers:
         return False
@@ -172,32 +172,33 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     from ..kernels.hopper.backward.kernel import backward
     from ..kernels.hopper.backward.results import finish_queries
 
-    # Heads run together as in the forward, but the L2 cache also holds queries and the sums of dq. In a fixed
-    # order, programs of a head start one after another, so more heads should run together (full, 8k, d128):
+    # As in the forward, several heads run together, but the L2 cache must also hold queries and the sums of
+    # dq. In a fixed order, the programs of a head start one after another, so more heads should run together.
+    # Heads that run together (full mask, 8k, d128):
     #   heads      1    2    4
     #   TFLOP/s  470  489  513
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)
     tiles, heads = x.blocks(x.s, config.block_m), x.rows * x.h
     sums = heads * tiles * config.block_m * (x.main + x.tail)
     more = config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
-    # In a fixed order a program waits for the program of the next keys (1) or of the previous keys (-1). With
-    # 1, the shortest programs come first and none waits long. With GQA there are few programs, and the
-    # longest must not come last. TFLOP/s:
+    # In a fixed order, a program waits for the program of the next keys (AFTER = 1) or of the previous keys
+    # (-1). With 1, the shortest programs start first, and none waits long. With GQA there are few programs,
+    # so the longest ones must not start last. TFLOP/s:
     #                     1   -1
     #   causal 8k d128  512  426
     #   GQA 4k          405  470
     more["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     launched = LaunchConfig(config.block_m, 0, 1, 4)
-    # A fixed order also needs a work counter, and for each tile of sums the number of the program whose turn
-    # it is.
+    # A fixed order also needs a work counter, and for each tile of sums the number of the program that may
+    # add to it next.
     room, programs = sums + (1 + heads * tiles) * in_order, pairs * x.blocks(x.t, ROWS * config.tiles)
     before, lists = None, 0
     if x.states is not None:
         found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
         before, lists, more = found.launch, found.numbers, more | found.arguments
-    # A kernel that starts early waits only for the launch directly before it, so it must not start early
-    # after two of them.
+    # A kernel that starts early waits only for the launch directly before it. If it depends on two launches,
+    # it must not start early.
     keys = x.launch(backward, programs, launched, more, blocks, early=before is None)
     queries = x.launch(finish_queries, heads * tiles, launched, more, early=True)
     variant = "ordered Hopper" if in_order else "Hopper"

@@ -1,4 +1,4 @@
-"""Choose the dedicated Hopper kernels and their configurations. Pure tables; imports no Triton."""
+"""Tables that choose the dedicated Hopper kernels and their configurations. Imports no Triton."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from .tables import FEW_KEYS, DenseCase
 
 
 def _constants(config: NamedTuple) -> dict[str, int]:
-    """Return the constexpr arguments of a kernel, by name."""
+    """Return the fields of a configuration as constexpr arguments of a kernel, by name."""
     return {name.upper(): value for name, value in config._asdict().items()}
 
 
@@ -17,12 +17,12 @@ class ForwardConfig(NamedTuple):
     """The configuration of the Hopper forward.
 
     Attributes:
-        block_n: keys per block.
-        consumers: consumer warpgroups, with 64 queries each.
-        q_slots, k_slots, v_slots: slots of the ring buffers.
-        q_in_registers: read queries from shared memory once, not for every block.
+        block_n: the number of keys per block.
+        consumers: the number of consumer warpgroups, with 64 queries each.
+        q_slots, k_slots, v_slots: how many tiles of queries, keys and values the ring buffers hold.
+        q_in_registers: read queries from shared memory once, not again for every block of keys.
         out_in_q: a tile of the output reuses the shared memory of its queries.
-        registers, producer_registers: registers per thread, of consumers and of the producer.
+        registers, producer_registers: registers per thread of the consumers, and of the producer.
     """
 
     block_n: int
@@ -42,13 +42,13 @@ class BackwardConfig(NamedTuple):
     """The configuration of the Hopper backward.
 
     Attributes:
-        block_m: queries per tile.
-        tiles: tiles of 64 keys per program. With one, the consumers compute dk and dv; with two, each
-            consumer computes both gradients of its tile.
-        slots: slots of the ring buffer of queries.
-        by_rows: compute a tile of dq in halves of its queries, not of its channels.
-        registers, producer_registers: registers per thread, of the two consumers and of the producer.
-        dq_registers: registers per thread of a third warpgroup, which computes dq; 0 if the consumers do.
+        block_m: the number of queries per tile.
+        tiles: the number of tiles of 64 keys per program. With one, one consumer computes dk, the
+            other dv; with two, each consumer computes both gradients of its own tile.
+        slots: how many tiles of queries the ring buffer holds.
+        by_rows: split a tile of dq into halves by its queries, not by its channels.
+        registers, producer_registers: registers per thread of the two consumers, and of the producer.
+        dq_registers: registers per thread of a third warpgroup that computes dq; 0 if the consumers do that.
     """
 
     block_m: int
@@ -62,12 +62,12 @@ class BackwardConfig(NamedTuple):
     constants = property(_constants)
 
 
-# Tables are indexed by the first Triton version they are for; a version uses the newest table not above it.
+# The key of a table is the first version of Triton that uses it; later versions use it up to the next key.
 #
-# From Triton 3.9 on, ptxas 13.4 builds for Hopper. If queries are in registers it keeps them twice, and
-# accesses the stack 8 to 36 times per loop trip (28 to 32 times with three consumers). It does not spill if
-# queries stay in shared memory and two consumers have 240 registers each. It also recomputes more descriptors
-# in every trip; products hide most of that. Instructions per trip:
+# From Triton 3.9 on, ptxas 13.4 compiles for Hopper. If queries are in registers, it stores them twice, and
+# accesses the stack 8 to 36 times per iteration of the loop (28 to 32 times with three consumers). It does
+# not spill if queries stay in shared memory and two consumers have 240 registers per thread. It also computes
+# more descriptors anew in every iteration, but matrix products hide most of that. Instructions per iteration:
 #                       3.9  3.6
 #   forward, d128       362  327
 #   backward, 192/128   570  526
@@ -89,8 +89,8 @@ class BackwardConfig(NamedTuple):
 #   3.9, queries in registers            631  1,187
 #   3.9, blocks of 64 keys               677  1,378
 NEWEST = (3, 9)
-# Tables list (widest head, config), for bf16. Comments give TFLOP/s of the causal and the full 8k cases of
-# bench/cases.py on an H200, 2026-11.
+# Each table lists (widest head, config), for bf16. Comments give TFLOP/s for the cases of bench/cases.py with
+# 8k tokens on an H200, 2026-11; of two numbers, the first is causal and the second full.
 FORWARD = MappingProxyType(
     {
         (3, 6): (
@@ -107,15 +107,15 @@ FORWARD = MappingProxyType(
         ),
     }
 )
-# Mask and score functions need more registers than three consumers leave, so d64 runs with two.
+# With three consumers, too few registers are left for mask and score functions, so d64 uses two.
 FORWARD_FUNCTIONS = MappingProxyType(
     {
         (3, 6): ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[3, 6][1:]),
         NEWEST: FORWARD[NEWEST],
     }
 )
-# With a mask function, partial tiles of 128 keys spill registers and read more hidden keys than tiles of 64.
-# Forward in us, causal 8k, 16 heads, H100, 2026-11; under Triton 3.9 the same tiles win:
+# With a mask function, partial tiles of 128 keys spill registers, and read more hidden keys than tiles of 64.
+# Time of the forward in us, causal, 8k tokens, 16 heads, H100, 2026-11 (under Triton 3.9 the same tiles win):
 #                     keys  12 documents  window 1,024  prefix 1,000
 #   d128               128           202           201           505
 #                       64           154           183           528
@@ -136,7 +136,7 @@ FORWARD_MASKS = MappingProxyType(
         for version, table in FORWARD_FUNCTIONS.items()
     }
 )
-# fp8. TFLOP/s of whole calls; d64 is no faster than bf16:
+# Tables for fp8. TFLOP/s of whole calls (in d64, fp8 is no faster than bf16):
 #                                fp8  bf16
 #   d128, full, 8k        936 to 991   777  (982 with one more slot of values)
 #   d256, causal, 8k  1,036 to 1,085   723  (857 with blocks of 64 keys)
@@ -146,8 +146,8 @@ FORWARD_FP8 = (
     (192, ForwardConfig(128, 2, 1, 4, 3, False, False, 240, 24)),
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
-# Heads run together as long as their keys and values take about this many bytes. TFLOP/s by the number of
-# heads that run together:
+# As many heads run together as have about this many bytes of keys and values. TFLOP/s by the number of heads
+# that run together:
 #                       1    4   16   32
 #   full, d128, 8k    693  627       586
 #   full, MLA         742  653       608
@@ -155,8 +155,11 @@ FORWARD_FP8 = (
 #   causal, GQA, 4k   571  575       544
 #   causal, 1k        419       428
 L2 = 10 << 20
-# dq is added from registers: causal 8k, d128 runs at 559 TFLOP/s and d64 at 475; through shared memory, at
-# 488 and 433. Up to d128 a third warpgroup computes dq. TFLOP/s, including `prepare`:
+# dq is added to memory from registers. TFLOP/s, causal 8k:
+#           from registers  through shared memory
+#   d64                475                    433
+#   d128               559                    488
+# Up to d128, a third warpgroup computes dq. TFLOP/s, including `prepare`:
 #                    third warpgroup  two consumers
 #   d128, full, 8k               597            559
 #   d128, causal, 8k             577            541
@@ -164,30 +167,30 @@ L2 = 10 << 20
 #   1k                           331            316
 #   d64, full                    516            480
 #   d64, causal                  478            445
-# Other trials: d64 with tiles of 64 queries, full 486; d128 with a third slot, full 543, causal 521 (576 with
-# two).
+# Other trials, in TFLOP/s: d64 with tiles of 64 queries, full 486; d128 with a third slot, full 543, causal
+# 521 (576 with two slots).
 BACKWARD = (
     (64, BackwardConfig(128, 2, 2, True, registers=216, dq_registers=64)),
     (128, BackwardConfig(64, 2, 2, False, registers=216, dq_registers=64)),
     (192, BackwardConfig(64, 2, 2, False)),  # causal 8k: 515 TFLOP/s; 401 with one tile of keys
     (256, BackwardConfig(64, 1, 2, False)),
 )
-# The L2 limit of heads that run together in the backward, where queries, output gradients and sums of dq take
-# two or three times as many bytes again. TFLOP/s; causal 8k does not differ between 8 and 24 MB. The full
-# cases time only the kernel, in an earlier version:
+# In the backward, as many heads run together as have about this many bytes of keys and values. Their queries,
+# output gradients and sums of dq take two or three times as many bytes in addition. TFLOP/s by this limit
+# (causal 8k does not differ between 8 and 24 MB; the full cases time only the kernel, in an earlier version):
 #                one head  8 MB  16 MB  24 MB
 #   causal, 1k              325    321    297
 #   full, d64         486                 442
 #   full, d128        546                 531
 BACKWARD_L2 = 16 << 20
-NARROWEST = 64  # channels of the narrowest block these kernels support
+NARROWEST = 64  # these kernels support blocks of at least this many channels
 
 
 def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardConfig | None:
     """Return the configuration of the Hopper forward; None if the generic kernel runs.
 
-    ``triton`` is Triton's version, (major, minor). An unknown version uses the entries of the newest known
-    version below it.
+    ``triton`` is the version of Triton as (major, minor). For an unknown version, the entries of the newest
+    known version below it are used.
 
     >>> case = DenseCase(128, 128, 2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192, triton=(3, 6)).block_n, forward(case, keys=100, triton=(3, 6))
@@ -196,8 +199,8 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
     [True, False, False]
     """
     main, _, value = widths(case.head_dim, case.value_dim)
-    # The generic kernel is faster for some score functions, but not if a function loads a value per query-key
-    # pair. Milliseconds, causal 8k unless noted:
+    # For some score functions the generic kernel is faster, unless a function loads a value for each pair of
+    # a query and a key. Milliseconds, causal 8k unless noted:
     #                           generic  Hopper
     #   tanh, d64                  1.54    2.54
     #   tanh, d128                 2.70    2.99
@@ -216,18 +219,20 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
 def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardConfig | None:
     """Return the configuration of the Hopper backward; None if the two generic passes run.
 
-    With ``in_order``, programs add to dq in a fixed order. Heads that need two blocks then use the generic
-    passes, which are faster: MLA, causal 8k, 429 TFLOP/s, where an earlier ordered Hopper kernel had 365.
+    With ``in_order``, programs add to dq in a fixed order. Heads that need two blocks, such as those of MLA,
+    then use the generic passes, which are faster: 429 TFLOP/s for causal 8k, compared with 365 of an earlier
+    ordered Hopper kernel.
     """
     main, tail, value = widths(case.head_dim, case.value_dim)
     runs = value == main and case.itemsize == 2 and not (tail and in_order)
     config = _fitting(BACKWARD, case, keys) if runs else None
-    # A softcap needs registers that two tiles of keys do not leave: at least 70 words would spill per step.
+    # With two tiles of keys, too few registers are left for a softcap: at least 70 words would spill per
+    # step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
-    """Return the newest table that is not above this version of Triton, or else the oldest table."""
+    """Return the table for a version of Triton: the newest that is not above it, or else the oldest."""
     return tables[max((version for version in tables if version <= triton), default=min(tables))]
 
 

@@ -11,9 +11,9 @@ from .shapes import DenseShapes
 
 
 class Lists(NamedTuple):
-    """The launch that lists the tiles to visit, with the size and the strides of its output.
+    """The launch that lists the tiles to visit, and the layout of the buffer ``lists`` that it fills.
 
-    ``numbers`` is the size of ``lists`` in int32 values; ``arguments`` has the strides of its rows.
+    ``numbers`` is the size of the buffer in int32 values. ``arguments`` has its strides, for kernels.
     """
 
     launch: Launch
@@ -22,13 +22,13 @@ class Lists(NamedTuple):
 
 
 def states(x: DenseShapes) -> Launch:
-    """Return the launch that classifies tiles into ``states``, int8 of shape ``x.states``."""
+    """Return the launch that classifies tiles: it writes an int8 for each to a tensor ``x.states``."""
     kernel, programs, config = classify(x.states, tables.GRAIN, tables.GRAIN)
     return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
-    """Return the launch that lists the tiles of each block of queries, or with ``by_keys`` of keys."""
+    """Return the launch that lists the tiles to visit for each block of queries (``by_keys``: of keys)."""
     from ..kernels.mask_tiles import HEADER, list_tiles
 
     group = x.h // x.g if by_keys else 1
@@ -58,6 +58,6 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
 
 
 def _counts(x: DenseShapes, sequences: int, planes: int) -> dict[str, int]:
-    """Return launch arguments: the number of sequences and heads whose tiles differ, and the tile grid."""
+    """Return launch arguments: how many sequences and heads have tiles of their own, and the tile grid."""
     batch = x.batch if x.packed else sequences
     return {"batch": batch, "planes": planes, "columns": x.states[3], "GRAIN": tables.GRAIN}

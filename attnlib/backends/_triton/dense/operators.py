@@ -47,11 +47,12 @@ class Dense:
         return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     def prepare(self, call: Call) -> Run | None:
-        """Return a function that repeats a call on tensors of the same layouts; None if impossible.
+        """Return a function that repeats a call on tensors of the same layouts, or None if impossible.
 
-        The function takes no optional tensors except descales.
+        Besides q, k and v, only their descales may change between calls.
         """
-        # The precision of fp32 products depends on a torch setting that may change between calls.
+        # Calls in fp32 are not cached: torch's setting for the precision of products may change between
+        # calls.
         if call.spec.strided or call.spec.dtype == torch.float32 or not (call.q.numel() and call.v.numel()):
             return None
         given = flat(call)
@@ -65,7 +66,7 @@ class Dense:
     def _replay(self, given: Arguments, a: Arguments) -> Run:
         """Return a function that repeats the forward of ``given`` on new q, k, v and descales.
 
-        ``a`` has all other arguments.
+        ``a`` has the arguments that do not change between calls.
         """
         q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
@@ -102,7 +103,7 @@ class Dense:
         return key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
 
     def _with_tiles(self, a: Arguments) -> Arguments:
-        """Return the arguments; with a mask function, its tiles are classified in ``mask_tiles``."""
+        """Classify the tiles of a mask function; return the arguments with the result as ``mask_tiles``."""
         if a.mask_program is None or a.mask_tiles is not None:
             return a
         launch, shape = variants.states(self._key(a))
@@ -141,12 +142,12 @@ class Dense:
         lse: Tensor,
         dcaptured: Tensor,
     ) -> tuple:
-        """Return the gradients of q, k and v, the slope gradients per sequence or None, and delta."""
+        """Return dq, dk and dv, the gradients of ALiBi slopes for each sequence (or None), and delta."""
         if not dout.is_contiguous() or dout.data_ptr() & 15:
             dout = dout.clone(memory_format=torch.contiguous_format)
         plan = variants.backward(variants.in_order(key), layout(dout), layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-        # Zeros, since some programs write no partial slope gradient.
+        # Initially zero, because some programs write no partial gradient of a slope.
         dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         tensors = a._asdict() | {
@@ -170,7 +171,7 @@ class Dense:
 class _BackwardReplay:
     """The cached backward of a call: it repeats the launches for ``given`` on new q, k and v.
 
-    ``a`` has all other arguments.
+    ``a`` has the arguments that do not change between calls.
     """
 
     def __init__(self, key: Key, given: Arguments, a: Arguments):
@@ -181,7 +182,8 @@ class _BackwardReplay:
         self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
         self._rows = -(-math.prod(lse.shape) // 4) * 4  # rounded up to 16 bytes
-        # By torch's deterministic setting: the launches, and a function that allocates their buffer.
+        # The key is torch's deterministic setting, which changes the launches. The value is the launches and
+        # a function that allocates their buffer.
         self._planned: dict[bool, tuple[Replay, Callable[[], Tensor]]] = {}
 
     def __call__(
@@ -189,7 +191,7 @@ class _BackwardReplay:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of q, k and v; None if the cached launches cannot run.
 
-        They require the original strides, and saved-tensor hooks may return tensors with others.
+        The cached launches require the original strides. Saved-tensor hooks may return other strides.
         """
         if (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()) != self._strides:
             return None
@@ -220,8 +222,8 @@ def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
     """Sum the partial slope gradients ``[h, blocks]`` of packed sequences into ``[b, h]``."""
-    # Sequence n owns the programs from cu[n] // block + n on. A matrix product with 0 and 1 sums in a fixed
-    # order. Non-finite values are counted separately, since 0 times them is NaN.
+    # The programs of sequence n begin at cu[n] // block + n. To sum in a fixed order, we multiply by a matrix
+    # of 0 and 1. Infinities and NaN are counted separately, since 0 times them is NaN.
     firsts = cu_q // block + torch.arange(len(cu_q), device=cu_q.device, dtype=torch.int32)
     at = torch.arange(shares.shape[-1], device=firsts.device)[:, None]
     owned = ((at >= firsts[:-1]) & (at < firsts[1:])).double()

@@ -1,4 +1,4 @@
-"""The shapes of a call without a cache, and the launches that they make."""
+"""The shapes of a call without a cache, from which the launches of its kernels are made."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from ..launching.launch import Block, Launch
 from ..launching.layouts import Key, Layout, contiguous, has_slopes, hides_nothing, is_plain, scoring, strides
 from . import tables
 
-PREPARED = LaunchConfig(32, 0, 1, 4)  # tiles of `prepare`, the first backward kernel, which reads no keys
+PREPARED = LaunchConfig(32, 0, 1, 4)  # tiles of `prepare`, the first backward kernel; it reads no keys
 
 
 class DenseShapes:
-    """The shapes of a forward call, which make the launches of its kernels."""
+    """The shapes of a forward call, with methods that make the launches of its kernels."""
 
     def __init__(self, key: Key):
         a = key.layouts
         (self.s, self.h, d), (self.t, self.g), e = a.q.shape[-3:], a.k.shape[-3:-1], a.v.shape[-1]
         self.packed = a.cu_seqlens_q is not None
         self.batch = a.cu_seqlens_q.shape[0] - 1 if self.packed else a.q.shape[0]
-        # Keys per sequence; if packed, their mean.
+        # The number of keys per sequence; for packed sequences, the mean.
         self.length = self.t // max(1, self.batch) if self.packed else self.t
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
@@ -39,7 +39,7 @@ class DenseShapes:
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         # True if all blocks of queries see the same number of keys.
         self.are_alike = hides_nothing(a) and not self.packed
-        # True if key bounds or origins may differ between sequences.
+        # True if sequences may differ in their key bounds or in their origins (positions in a larger call).
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = (
@@ -55,18 +55,21 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
-            "room": None, "stride_list_b": None, "stride_list_h": None,  # set only for sparse tiles
+            "room": None, "stride_list_b": None, "stride_list_h": None,  # set only with a mask function
         }  # fmt: skip
 
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
-        """Return the shape of the classified tiles; 1 for sequences or heads if all of them share a mask."""
+        """Return the shape ``[sequences, heads, rows, columns]`` of the classified tiles of a mask function.
+
+        A dimension is 1 if all sequences, or all heads, have the same mask.
+        """
         read = program.read
         sequences = self.batch if not self.packed and ("b" in read or has_origin) else 1
         heads = self.h if "h" in read else 1
         return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:
-        """Return the blocks of a sequence; if packed, of all sequences, each with a partial block."""
+        """Return the number of blocks in a sequence; for packed ones, in all, each with a partial block."""
         return length // block + self.batch + 1 if self.packed else -(-length // block)
 
     def waves(self, heads: int, cache: int = tables.L2) -> tuple[int, int]:
@@ -92,7 +95,7 @@ class DenseShapes:
     def launch_by_blocks(
         self, kernel: Callable, tiles: LaunchConfig, more: dict | None = None, *, of_keys: bool = False
     ) -> Launch:
-        """Return a launch: one program per block of queries and head, or per block of keys and KV head."""
+        """Return a launch with a program for each head's blocks of queries (or each KV head's, of keys)."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
@@ -109,11 +112,11 @@ class DenseShapes:
 
 
 class BackwardShapes(DenseShapes):
-    """The shapes of a backward call, which make the launches of its kernels."""
+    """The shapes of a backward call, with methods that make the launches of its kernels."""
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        # Checked here as well, since under a transform the forward does not know of the backward.
+        # This is checked here too, since under a transform the forward cannot know that a backward follows.
         if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
             raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)

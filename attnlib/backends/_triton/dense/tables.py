@@ -5,13 +5,13 @@ from typing import NamedTuple
 from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, widths
 
-# Bytes of keys and values of the heads that run together: about half of an H200's L2 cache.
+# The keys and values of heads that run together may take this many bytes, about half of an H200's L2 cache.
 L2 = 24 << 20
-WIDEST = 576  # widest key: the latent and rotary channels of MLA
-WIDEST_VALUE = 512  # widest value; tiles pad values to a power of two
-WIDEST_BACKWARD = 256  # widest key or value with a backward
-SHORT = 2048  # keys up to which smaller tiles are faster
-FEW_KEYS = 512  # keys up to which making descriptors costs more CPU time than they save on the GPU
+WIDEST = 576  # most channels of a key: the latent and rotary channels of MLA
+WIDEST_VALUE = 512  # most channels of a value; tiles pad values to a power of two
+WIDEST_BACKWARD = 256  # most channels of a key or value for which there is a backward
+SHORT = 2048  # up to this many keys, smaller tiles are faster
+FEW_KEYS = 512  # up to this many keys, making descriptors costs more CPU time than they save on the GPU
 FARTHEST = 2**24  # largest row stride in elements: int32 offsets must reach across a tile of 128 rows
 
 
@@ -27,8 +27,9 @@ class DenseCase(NamedTuple):
         aligned: rows start at multiples of 16 bytes, as descriptors (TMA) need.
         by_function: the call has a mask function or a score function.
         changed: the call has a score function.
-        exponentials: exponentials and similar functions per query-key pair in the score function.
-        gathers: tensors that the functions read per query-key pair.
+        exponentials: how many exponentials (or similar functions) the score function computes per pair of a
+            query and a key.
+        gathers: how many tensors the functions read per pair.
     """
 
     head_dim: int
@@ -44,8 +45,8 @@ class DenseCase(NamedTuple):
     gathers: int = 0
 
 
-# Tables list (widest head, config). Comments give milliseconds of the cases of bench/cases.py at 8k in bf16,
-# warm, on an H200, 2026-11: the entry first, then other tiles (queries x keys) that were tried.
+# Each table lists (widest head, config). Comments give milliseconds for the cases of bench/cases.py with 8k
+# tokens in bf16, on a warm H200, 2026-11: first for the entry, then for other tiles (queries x keys).
 #   head         entry  others
 #   64            1.38  TMA 1.45; 64 x 64, 4 warps, 168 registers 1.47
 #   128           1.16  without TMA 1.29; 64 x 64, 4 warps 1.21
@@ -63,10 +64,10 @@ FORWARD_CAUSAL = (
 #   64     2.64  TMA 2.75; 64 x 64, 4 warps 2.80; 128 x 128 3.14
 #   128    2.24  without TMA 2.40; 128 x 64 2.37; 2 stages, 4 warps, TMA 2.36
 FORWARD_FULL = ((64, LaunchConfig(128, 64, 3, 8)), *FORWARD_CAUSAL[1:])
-# Milliseconds at d = 128, 1k tokens: 0.22; 64 x 64 with 2 stages and TMA 0.23; 128 x 128 with TMA 0.24.
+# Milliseconds at d = 128, 1k tokens: entry 0.22; 64 x 64 with 2 stages and TMA 0.23; 128 x 128 with TMA 0.24.
 FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
-# Small tiles: for score options and unaligned tensors, which need more registers, and for GPUs with 99 KB of
-# shared memory (sm_86, sm_89, sm_120).
+# Score options and unaligned tensors need more registers, so they use these small tiles. So do GPUs with only
+# 99 KB of shared memory (sm_86, sm_89, sm_120).
 FORWARD_SMALL = (
     (64, LaunchConfig(64, 64, 3, 4, registers=168)),
     (128, LaunchConfig(64, 64, 2, 4)),
@@ -75,12 +76,12 @@ FORWARD_SMALL = (
 )
 FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0 ms; 32 x 32 with 1 stage and 4 warps 3.3 ms
-    # Not timed. The largest tiles that do not spill kilobytes: each thread holds whole rows of its operands.
+    # Not timed. Each thread holds whole rows of its operands, and larger tiles would spill kilobytes.
     (128, LaunchConfig(32, 32, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
 
-# The backward pass that owns keys. Milliseconds at 8k, with other tiles that were tried:
+# The backward pass over blocks of keys, which writes dk and dv. Milliseconds at 8k; other tiles were tried:
 #   head  tile                              full  causal
 #   64    entry                             4.24    2.49
 #         64 x 64, 3 stages, TMA            4.85    2.30
@@ -97,7 +98,7 @@ BACKWARD_KEYS = (
     (192, LaunchConfig(32, 64, 3, 4, tma=True)),
     (256, LaunchConfig(64, 64, 2, 8, tma=True)),
 )
-# The backward pass that owns queries. Milliseconds at 8k, with other tiles that were tried:
+# The backward pass over blocks of queries, which writes dq. Milliseconds at 8k; other tiles were tried:
 #   head  tile                              full  causal
 #   64    entry                             3.19    1.58
 #         128 x 64, 8 warps                 3.67    1.89
@@ -138,7 +139,7 @@ FORWARD_FUNCTIONS = (
     (64, LaunchConfig(128, 64, 3, 8, tma=True)),
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
 )
-# Tiles with mask or score functions for the pass that owns keys. Milliseconds, causal 8k:
+# Tiles for the backward pass over blocks of keys, with mask or score functions. Milliseconds, causal 8k:
 #   head  tile                      ALiBi function  window 1,024  documents
 #   64    entry                               1.19          0.37       0.33
 #         128 x 64, 2 stages                  1.42          0.37       0.37
@@ -148,7 +149,7 @@ BACKWARD_KEYS_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4, tma=True)),
     (128, LaunchConfig(64, 64, 2, 4, tma=True)),
 )
-# Tiles with mask or score functions for the pass that owns queries. Milliseconds, causal 8k:
+# Tiles for the backward pass over blocks of queries, with mask or score functions. Milliseconds, causal 8k:
 #   head  tile                      ALiBi function  window 1,024  documents
 #   64    entry                               1.22          0.24       0.25
 #         TMA                                 1.18          0.24       0.28
@@ -173,21 +174,21 @@ def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 
 def backward_keys(case: DenseCase, *, keys: int) -> LaunchConfig:
-    """Return the tiles of the backward pass that owns keys."""
+    """Return the tiles of the backward pass over blocks of keys, which writes dk and dv."""
     large = BACKWARD_KEYS_FUNCTIONS if case.by_function else BACKWARD_KEYS
     return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
-    """Return the tiles of the backward pass that owns queries."""
+    """Return the tiles of the backward pass over blocks of queries, which writes dq."""
     large = BACKWARD_QUERIES_FUNCTIONS if case.by_function else BACKWARD_QUERIES
     return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
     _, _, value = widths(case.head_dim, case.value_dim)
-    widest = max(case.head_dim, value)  # values are padded to a power of two; wide heads use two blocks
-    # A tensor that is read per query-key pair takes one tile of shared memory per stage, as keys do.
+    widest = max(case.head_dim, value)  # values are padded to a power of two; wide keys use two blocks
+    # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
     fits = (
         case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
     )
@@ -197,11 +198,11 @@ def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp3
 
 
 def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache: int = L2) -> int:
-    """Return how many (sequence, head) pairs run together, so that their keys and values fit in the L2 cache.
+    """Return how many (sequence, head) pairs run together (a wave), so their keys and values fit in L2.
 
-    The keys and values of a wave take about ``cache`` bytes. Of the sizes near that, choose the one with the
-    fullest last wave: in a small last wave most of the GPU waits for the long rows of few heads (an eighth of
-    the time at d = 256, 8k, 16 heads).
+    The keys and values of a wave take about ``cache`` bytes. Of the sizes near this limit, choose the one
+    with the fullest last wave. In a small last wave, most of the GPU waits for the long rows of a few heads,
+    which takes an eighth of the time at d = 256, 8k tokens and 16 heads.
 
     >>> case = DenseCase(256, 256, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> [heads_per_wave(case, keys=8192, pairs=n, group=1) for n in (16, 18, 2)]

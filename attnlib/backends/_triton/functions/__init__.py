@@ -1,5 +1,5 @@
-"""Device functions: mask and score programs as Triton source, passed to kernels as constexpr and inlined.
+"""Translate mask and score functions into Triton functions, which kernels inline.
 
-``sources.py`` writes one line of source for each step of a program. It uses int32 if ``ranges.py`` shows that
-int32 cannot overflow.
+A traced function is a program, a list of steps. ``sources.py`` writes a line of Triton source for each step.
+It uses int32 if ``ranges.py`` shows that int32 cannot overflow, otherwise int64.
 """

@@ -1,7 +1,7 @@
-"""Mask and score programs as device functions, which kernels take as constexpr arguments and inline.
+"""Mask and score functions as Triton functions, which kernels take as constexpr arguments and inline.
 
-Captured tensors are passed as ``t``, a tuple with one ``CapturedTensor`` per tensor. Indices are int32
-scalars or broadcastable int32 tiles, and stay within the ``bounds`` that a function is compiled for.
+Captured tensors are passed as ``t``, a tuple with one ``CapturedTensor`` for each. Indices are int32 scalars,
+or int32 tiles that broadcast. They stay within the ``bounds`` for which a function is compiled.
 """
 
 import linecache
@@ -19,14 +19,14 @@ from .sources import FunctionSource, derivative_source, gradients_source, source
 
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
-    """Return captured tensors as kernels take them; None stays None."""
+    """Wrap captured tensors in the form that kernels take; None stays None."""
     from ..kernels.elements import CapturedTensor
 
     return tuple(None if x is None else CapturedTensor(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
 
 
 def learned(program: Program) -> tuple[int, ...]:
-    """Return the indices of the captured tensors that a score program has gradients for."""
+    """Return the indices of the captured tensors that may get a gradient from a score function."""
     return tuple(sorted({int(x.tensor.name[1:]) for x in derivative(program).reads}))
 
 
@@ -34,7 +34,7 @@ def learned(program: Program) -> tuple[int, ...]:
 def function_of(program: Program, bounds: Bounds) -> Callable:
     """Return a mask function ``mask(b, h, i, j, first, t)`` or ``score(score, b, h, i, j, first, t)``.
 
-    The result of ``mask`` broadcasts to a tile; that of ``score`` is a whole tile.
+    The result of ``mask`` can be broadcast to a tile. The result of ``score`` has the shape of a tile.
     """
     return device_function(source(program, bounds))
 
@@ -43,7 +43,8 @@ def function_of(program: Program, bounds: Bounds) -> Callable:
 def derivative_of(program: Program, bounds: Bounds) -> Callable:
     """Return ``derivative(score, d, b, h, i, j, first, t)``, the backward of a score function.
 
-    ``d`` is the gradient of the changed scores; ``derivative`` returns the gradient of the input scores.
+    ``d`` is the gradient of the scores that the function returned. ``derivative`` returns the gradient of the
+    scores that the function took.
     """
     return device_function(derivative_source(program, bounds))
 
@@ -52,18 +53,19 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """Return ``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None if no tensor has a gradient.
 
-    The function adds to ``grads``, a tuple with one fp32 ``CapturedTensor`` per :func:`learned` tensor and
-    None for the others. ``seen`` is True or a tile of bools. Pairs outside it add nothing, whatever their
-    scores and derivatives are.
+    It computes the gradients of the tensors that a score function captures, and adds them to ``grads``, a
+    tuple with an fp32 ``CapturedTensor`` for each :func:`learned` tensor, and None for other tensors.
+    ``seen`` is True, or a tile of bools that is True for visible pairs. Hidden pairs add nothing, even if
+    their scores or derivatives are NaN.
     """
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 
 
 def device_function(source: FunctionSource) -> Callable:
-    """Compile a source to a Triton function in a module and file named by a hash of the text.
+    """Turn source text into a Triton function, in a module and file named by a hash of the text.
 
-    Different texts therefore never share a compilation. Triton gets the source from inspect, which finds it
-    in linecache.
+    Triton therefore never mistakes one text for another. It gets the source from inspect, which finds it in
+    linecache.
     """
     from ..kernels import elements
     from ..kernels.scores import LOG2E, tanh
@@ -71,7 +73,7 @@ def device_function(source: FunctionSource) -> Callable:
     digest = sha256(source.text.encode()).hexdigest()[:16]
     file = f"<{source.name} {digest}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    # Includes triton and tl.
+    # These names include triton and tl.
     names = {name: x for name, x in vars(elements).items() if not name.startswith("__")}
     names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
     exec(compile(source.text, file, "exec"), names)
@@ -81,7 +83,7 @@ def device_function(source: FunctionSource) -> Callable:
 def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
     """Return the kernel arguments for captured tensors, and for their gradients if ``grads`` is given.
 
-    In ``grads`` the gradients lie side by side, and kernels add to them.
+    ``grads`` is one flat tensor with all gradients one after another; kernels add to it.
     """
     if a.mask_program is a.score_program is None:
         return {}
@@ -94,20 +96,20 @@ def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
 
 @cached_plan
 def _reads(program: str) -> int:
-    """Return the number of tensors that a program reads."""
+    """Return the number of captured tensors that a mask or score function reads."""
     return len(Program(program).parsed.captured)
 
 
 def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: int) -> Bounds:
-    """Return upper bounds on the indices that the functions of a call see.
+    """Return upper bounds on the indices that a call passes to its mask and score functions.
 
-    A chunk of a larger call gets the widest bounds, since its indices are unknown.
+    A chunk of a larger call gets the widest bounds, since its indices are not known in advance.
     """
     return Bounds.of(sequences, heads, tokens) if a.origin is None else ANYWHERE
 
 
 def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """Return the mask and score functions for kernels to inline; None for a missing one."""
+    """Return the mask and score functions of a call for kernels to inline; None if a function is missing."""
     named = {"MASK": a.mask_program, "SCORE": a.score_program}
     return {
         name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()
@@ -115,7 +117,7 @@ def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
 
 
 def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """Return the device functions for the derivative of a score function; None for each without one."""
+    """Return the Triton functions that differentiate a score function, or None if they are not needed."""
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
         return {"DERIVATIVE": None, "GRADIENTS": None}

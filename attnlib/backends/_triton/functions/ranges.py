@@ -1,4 +1,4 @@
-"""Ranges of a program's integers: kernels use int32 for values that cannot overflow it, otherwise int64."""
+"""The ranges of integers in a mask or score function, which decide between int32 and int64 in kernels."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ....tracing.kinds import BITS, FLOAT, limits
 from ....tracing.program import INDICES
 
-FARTHEST = 1 << 30  # the bound on indices if shapes do not limit them, as in a chunk of a larger call
+FARTHEST = 1 << 30  # bounds indices that shapes do not limit, as in a chunk of a larger call
 
 
 class Range(NamedTuple):
@@ -29,10 +29,10 @@ INT32 = Range(-(1 << 31), (1 << 31) - 1)
 
 
 class Bounds(NamedTuple):
-    """Upper bounds on the indices of a call, as powers of two: sequences, heads and tokens.
+    """Upper bounds on the indices of sequences, heads and tokens in a call, as powers of two.
 
-    A kernel is compiled for each combination. The defaults are minima, so calls of usual sizes share a
-    kernel.
+    A kernel is compiled for each combination of bounds. The defaults are the smallest bounds, so calls of
+    usual sizes share a kernel.
     """
 
     sequences: int = 1 << 16
@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
         return cls(*(max(least, 1 << max(0, n - 1).bit_length()) for least, n in known))
 
     def inputs(self) -> dict[str, Range]:
-        """Return the range of each index; queries start below 0 if there are more queries than keys."""
+        """Return the range of each index; with more queries than keys, those of queries may be negative."""
         known = dict.fromkeys(INDICES, Range(-self.tokens, self.tokens - 1))
         return known | {"b": Range(0, self.sequences - 1), "h": Range(0, self.heads - 1)}
 
@@ -55,14 +55,14 @@ ANYWHERE = Bounds(FARTHEST, FARTHEST, FARTHEST)
 
 
 def range_of(kind: str) -> Range | None:
-    """Return the range of all integers of a kind; None for floats."""
+    """Return the range of all integers of a kind (such as int32 or bool); None for floats."""
     return None if kind == FLOAT else Range(*limits(kind))
 
 
 def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
-    """Return the range of an integer operation's results before they wrap around.
+    """Return the range of the exact results of an integer operation, before any overflow.
 
-    ``takes`` is the kind of the operands, at whose limits results wrap around.
+    ``takes`` is the kind of the operands, such as int32; results beyond its limits would wrap around.
     """
     (a, b), (c, d) = operands[0], operands[-1]
     match operation:
@@ -101,7 +101,7 @@ def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
 
 
 def _divisors(c: int, d: int) -> list[int]:
-    """Return the divisors between ``c`` and ``d`` that give the extreme quotients; 0 counts as 1."""
+    """Return the divisors from ``c`` to ``d`` that give the extreme quotients; 0 counts as 1."""
     found = [x for x in (c, d) if x] + [x for x in (-1, 1) if c <= x <= d]
     return [*found, 1] if c <= 0 <= d else found
 

@@ -1,4 +1,4 @@
-"""Mask and score programs in Triton's language, one line of source per step. Does not import triton."""
+"""Write mask and score functions in Triton's language, a line for each step. Does not import triton."""
 
 import math
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ SPELLED = MappingProxyType(
 MINIMA = MappingProxyType(
     {"minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum"}
 )
-TILES = frozenset(("score", BY_RESULT))  # the inputs that are whole tiles
+TILES = frozenset(("score", BY_RESULT))  # the inputs that have the shape of a tile
 ALONG = frozenset(("i", "j")) | TILES  # the inputs that are not scalars
-# The limits of fp32; Triton takes constants beyond them as fp64.
+# The largest and the smallest normal fp32 number. Triton would treat constants beyond them as fp64.
 LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126
 EXACT = 2.0**64  # powers of two up to this one, and their inverses, are exact in fp32
 
 
 class FunctionSource(NamedTuple):
-    """The name and the source text of a device function."""
+    """The name and the source text of a Triton function."""
 
     name: str
     text: str
 
 
 def source(program: Program, bounds: Bounds) -> FunctionSource:
-    """Return the source of a mask or score function."""
+    """Return the Triton source of a mask or score function."""
     parsed = program.parsed
     body = _Body(parsed.inputs, parsed.steps, bounds)
     if "score" in parsed.inputs:
@@ -57,7 +57,7 @@ def source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
-    """Return the source of a function that propagates a gradient through a score function."""
+    """Return the Triton source of a function that propagates a gradient through a score function."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
     says = (
@@ -69,7 +69,7 @@ def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
-    """Return the source of a function that sums the gradients of the tensors a score function reads."""
+    """Return the Triton source of a function that sums gradients of the tensors a score function reads."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, operands_of(by.reads)), bounds)
     lines = list(body.lines)
@@ -85,9 +85,9 @@ def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
 
 
 class _Body:
-    """The steps of a program as lines of source, and their operands as expressions.
+    """The steps of a traced function as lines of Triton source, and their operands as expressions.
 
-    Integers are int32 tiles, or int64 tiles if they may exceed int32.
+    An integer is int32, or int64 if its value may not fit in int32.
     """
 
     def __init__(self, inputs: Sequence[str], steps: Sequence[Step], bounds: Bounds):
@@ -100,7 +100,7 @@ class _Body:
         self.lines = [self._line(step) for step in steps]
 
     def mask(self, x: Operand) -> str:
-        """Return an expression for a bool that broadcasts."""
+        """Return an expression for a bool that can be broadcast to a tile."""
         return self.spelled(x, BOOL) if isinstance(x, Value) else f"tl.full([1, 1], {x}, tl.int1)"
 
     def tile(self, x: Operand, like: str) -> str:
@@ -111,7 +111,7 @@ class _Body:
         return self.spelled(x, FLOAT) if whole else f"tl.broadcast_to({self.spelled(x, FLOAT)}, {like}.shape)"
 
     def indices(self, table: str, operands: Sequence[Operand]) -> str:
-        """Return an expression for a tuple of ints; negative constants count from the end of a dimension."""
+        """Return an expression for a tuple of indices; negative constants count from the end."""
         found = [
             f"{table}.sizes[{n}] - {-x}" if isinstance(x, int) and x < 0 else self._as_stored(x)
             for n, x in enumerate(operands)
@@ -119,9 +119,9 @@ class _Body:
         return f"({', '.join(found)}{',' * (len(found) == 1)})"
 
     def spelled(self, x: Operand, kind: str, width: int = 32) -> str:
-        """Return an operand as an expression, converted to a kind.
+        """Return an expression for an operand, converted to a kind such as float or bool.
 
-        Integers get ``width`` bits, which must hold them.
+        Integers get ``width`` bits, which must be enough for their values.
         """
         if not isinstance(x, Value):
             return self._constant(x, kind, width)
@@ -144,7 +144,7 @@ class _Body:
         return self.spelled(x, INT64, self._width(x) if isinstance(x, Value) else 64)
 
     def _width(self, x: Value) -> int:
-        """Return the bits of the integer tile that holds a value; bools are widened to 32."""
+        """Return the number of bits, 32 or 64, in which a value is computed as an integer; 32 for bools."""
         return 32 if self._ranges[x].within(NARROW) else 64
 
     def _range(self, x: Operand, kind: str) -> Range:
@@ -210,7 +210,7 @@ class _Body:
         return self._held(self.spelled(x, INT64, width), kind, known, width, step)
 
     def _held(self, written: str, kind: str, known: Range, width: int, step: Step) -> str:
-        """Wrap an integer expression to its kind's limits, and cast it to the width that holds its value.
+        """Wrap an integer expression around at the limits of its kind, and cast it to the width it needs.
 
         ``known`` is the range of the expression, and ``width`` its number of bits.
         """
@@ -226,14 +226,14 @@ class _Body:
         return written if own == width else f"tl.cast({written}, tl.int{own})"
 
     def _compared(self, step: Step) -> str:
-        """Return a comparison of integers or bools, in int32 if one of the two always fits int32."""
+        """Return a comparison of integers or bools, in int32 if at least one operand always fits int32."""
         kind = INT32 if step.takes == BOOL else step.takes
         ranges = [self._range(x, kind) for x in step.operands]
         narrow = [known.within(NARROW) for known in ranges]
         width = 32 if all(narrow) else 64
         spelled = [self.spelled(x, kind, width) for x in step.operands]
         if any(narrow) and width == 64:
-            # Clamping the wide operand to just beyond the range of the narrow one does not change the result.
+            # The result stays the same if the wide operand is clamped to just beyond the narrow one's range.
             n = narrow.index(True)
             least, most = ranges[n].least - 1, ranges[n].most + 1
             if Range(least, most).within(NARROW) and isinstance(step.operands[n], Value):
@@ -253,7 +253,7 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
-        # A constant, wrapped to its kind.
+        # If the last operand is a constant, it is wrapped around at the limits of its kind.
         last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
@@ -274,9 +274,9 @@ class _Body:
         return f"power({self.spelled(x, FLOAT)}, {_number(y)}, {y == int(y)}, {y % 2 == 1})"
 
     def _divided(self, operands: Sequence[Operand], x: str, y: str) -> str:
-        """Return a quotient.
+        """Return an expression for a quotient.
 
-        Integer quotients are rounded as in torch, since later steps may test if they are integers.
+        Quotients of integers are rounded exactly as in torch, since later steps may test if they are whole.
         """
         divisor = operands[1]
         if (
@@ -296,10 +296,10 @@ def _rounded_down(operation: str, divisor: Value | int, x: str, y: str, width: i
 
 
 def _shifted(operation: str, kind: str, by: Value | int, x: str, y: str, width: int) -> str:
-    """Return a shift.
+    """Return an expression for a shift.
 
-    As in torch, a shift that is negative or at least the number of bits gives 0, or -1 for a negative number
-    shifted right.
+    As in torch, a shift by a negative number, or by at least the number of bits, gives 0 (or -1 if a negative
+    number is shifted right).
     """
     most = min(BITS[kind] - (limits(kind)[0] < 0), width - 1)  # longer right shifts give the same result
     if isinstance(by, Value):

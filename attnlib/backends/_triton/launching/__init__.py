@@ -1,5 +1,5 @@
-"""Kernel launches: the first through Triton, cached launches directly from then on.
+"""Kernel launches: the first launch goes through Triton, and later ones start the compiled kernel directly.
 
-No other folder uses private parts of Triton. Each is used only after a trial (``direct.py``). ``launch.py``
-defines ``Launch``, which the launch plans of the dense and decode folders contain.
+Only this folder uses private parts of Triton, each only after a trial (``direct.py``). ``launch.py`` defines
+``Launch``; the launch plans of the dense and decode folders consist of such launches.
 """

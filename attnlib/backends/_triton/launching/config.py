@@ -1,21 +1,21 @@
-"""LaunchConfig, a printable record of tiles, stages and warps, and the split of heads into blocks."""
+"""The launch options of a kernel (tiles, stages and warps), and the split of head dimensions into blocks."""
 
 from typing import NamedTuple
 
-ALIKE = 64  # from this many 16-bit channels on, tiles of every width have the same layout
+ALIKE = 64  # 16-bit tiles with at least this many channels all have the same layout
 
 
 class LaunchConfig(NamedTuple):
     """The launch options of a kernel.
 
     Attributes:
-        block_m, block_n: queries and keys in a tile.
-        stages: loads in flight.
-        warps: warps in a program.
-        tma: load through descriptors (TMA). They save the registers that addresses take, but need sm_90 and
-            addresses and strides that are multiples of 16 bytes.
-        registers: limit per thread; with fewer registers, more programs fit on an SM.
-        resident: programs that run on an SM at once, as decode kernels assume when they split work.
+        block_m, block_n: the numbers of queries and keys in a tile.
+        stages: the number of loads in flight.
+        warps: the number of warps in a program.
+        tma: load tiles through descriptors (TMA). This saves the registers for addresses, but needs sm_90,
+            and addresses and strides that are multiples of 16 bytes.
+        registers: the limit per thread; with fewer registers, more programs fit on an SM.
+        resident: how many programs are assumed to run on an SM at once when decode work is split.
     """
 
     block_m: int
@@ -28,7 +28,7 @@ class LaunchConfig(NamedTuple):
 
 
 def fitting(table: tuple[tuple, ...], n: int):
-    """Return the first entry of a table whose limit is at least ``n``."""
+    """Return the first entry whose limit is at least ``n`` from a table of (limit, entry)."""
     return next(entry for limit, entry in table if n <= limit)
 
 
@@ -38,7 +38,7 @@ def power_of_two(n: int) -> int:
 
 
 def head_split(d: int) -> tuple[int, int]:
-    """Split a head dimension into a power of two and a second block for the rest, 0 or at least 64.
+    """Split a head dimension into a block of a power of two, and a padded block for the rest (or 0).
 
     >>> head_split(192), head_split(160), head_split(96), head_split(59), head_split(8)
     ((128, 64), (128, 64), (128, 0), (64, 0), (16, 0))
@@ -49,10 +49,11 @@ def head_split(d: int) -> tuple[int, int]:
 
 
 def widths(d: int, e: int) -> tuple[int, int, int]:
-    """Return the channels of the blocks for a key, the rest of a key, and a value.
+    """Return the channels of the block for a key, of a second block for its rest, and of a value's block.
 
-    The blocks are equally wide, or have at least 64 channels each. Tiles that are not pipelined share an
-    address; if their layouts differ, ptxas may omit the base of a descriptor (tests/compiled/sass.py).
+    All blocks are equally wide or have at least 64 channels, so their tiles have the same layout. Tiles that
+    are not pipelined share an address. If their layouts differed, ptxas might omit the base of a descriptor
+    (tests/compiled/sass.py).
 
     >>> widths(128, 128), widths(192, 128), widths(59, 29), widths(128, 16), widths(16, 32), widths(40, 64)
     ((128, 0, 128), (128, 64, 128), (64, 0, 64), (128, 0, 64), (32, 0, 32), (64, 0, 64))

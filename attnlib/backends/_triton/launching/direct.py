@@ -1,7 +1,7 @@
-"""Private functions of torch and Triton that start a compiled kernel, each tried before it is used.
+"""Start a compiled kernel with private functions of torch and Triton, each tried before it is used.
 
-There is no list of versions. Triton's launcher must take its arguments in a known order, and a tiny kernel
-that is launched directly must write the same bits as through Triton.
+We keep no list of supported versions. Instead, Triton's launcher must take its arguments in a known order,
+and a tiny kernel must write the same bits whether it is launched directly or through Triton.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,16 @@ from ....internal import probes
 from ....internal.probes import answer, failure_of
 
 DIRECT, STREAMS = "direct launches", "the current device and stream"
-STREAM = 3  # the position of the stream in a launcher's arguments, after the grid
-MOST = 1024  # descriptors of a block that are cached
-# Parameters of Triton's launcher; up to Triton 3.6 the last four have no names and are part of ``args``.
+STREAM = 3  # the position of the stream in the arguments of a launcher; the grid comes before it
+MOST = 1024  # this many descriptors are cached for each block
+# The parameters of Triton's launcher. Up to Triton 3.6 it names only the first five; the rest are in
+# ``args``.
 FIRST = ("gridX", "gridY", "gridZ", "stream", "function")
 LATER = (*FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 
 
 class Streams(NamedTuple):
-    """Functions that return the current device, and the address of its current stream."""
+    """Two functions: one returns the current device, the other the address of a device's current stream."""
 
     current_device: Callable[[], int]
     current_stream: Callable[[int], int]
@@ -31,9 +32,9 @@ class Streams(NamedTuple):
 
 
 def streams() -> Streams:
-    """Return torch's private functions if their trial succeeded, otherwise the public ones.
+    """Return torch's functions for the current device and stream: private ones if their trial succeeded.
 
-    The private functions are a microsecond faster.
+    The private functions are a microsecond faster than the public ones.
     """
     return answer(STREAMS, _find_streams) or PUBLIC
 
@@ -56,7 +57,7 @@ def _find_streams() -> Streams:
 
 
 def _compare_streams(private: Streams) -> None:
-    """Compare private with public functions on the current stream and on another one."""
+    """Compare the private with the public functions, on the current stream and on another one."""
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             device = torch.cuda.current_device()
@@ -72,11 +73,11 @@ class CachedLaunch(NamedTuple):
     """A cached launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
 
     Attributes:
-        arguments: all arguments; the current stream goes to position ``STREAM``.
-        first: position of the first tensor address.
-        descriptors: position, tensor name and descriptors for each descriptor argument.
-        read: position of the first tuple of captured tensors.
-        hooks: Triton's launch hooks, which show whether a profiler follows launches.
+        arguments: all arguments; the current stream must be filled in at position ``STREAM``.
+        first: the position of the first tensor address.
+        descriptors: the position, tensor name and cached descriptors of each descriptor argument.
+        read: the position of the first tuple of captured tensors.
+        hooks: Triton's launch hooks, which show if a profiler observes launches.
     """
 
     device: int
@@ -91,7 +92,7 @@ class CachedLaunch(NamedTuple):
     def stream(self) -> int | None:
         """Return the current stream, or None if the launch must go through Triton.
 
-        This is so on another device, and under a profiler.
+        It must if the current device is not the one of this launch, or under a profiler.
         """
         hooks, ask = self.hooks, self.streams
         if (
@@ -104,9 +105,9 @@ class CachedLaunch(NamedTuple):
 
 
 class Descriptors(dict):
-    """The descriptors of one block by the address of its tensor, created when first needed.
+    """The descriptors of one block by the address of the tensor, created when they are first needed.
 
-    They differ only in the address, so nothing is validated again.
+    They differ from a validated descriptor only in the address, so they are not validated again.
     """
 
     def __init__(self, make: Callable[[int], object]):
@@ -120,7 +121,7 @@ class Descriptors(dict):
 
 
 class Direct(NamedTuple):
-    """The launches that may be direct: ``plain`` ones without a descriptor, ``described`` ones with one."""
+    """The launches that may be direct: ``plain`` ones take no descriptor, ``described`` ones take one."""
 
     plain: bool
     described: bool
@@ -128,15 +129,16 @@ class Direct(NamedTuple):
 
 
 def direct(attempt: Callable[[bool], None]) -> Direct | None:
-    """Return the launches that may be direct, found by a single trial; None if it cannot run now.
+    """Find out once by a trial which launches may be direct; return None if the trial cannot run now.
 
-    ``attempt`` launches a tiny kernel both ways, with a descriptor or without, and raises if the bits differ.
+    ``attempt(described)`` launches a tiny kernel directly and through Triton, and raises if the bits differ.
+    The kernel takes a descriptor if ``described``.
     """
     return answer(DIRECT, partial(_find_direct, attempt))
 
 
 def failures(attempt: Callable[[bool], None]) -> list[str]:
-    """Return why launches go through Triton, or why the stream comes from public functions, if so."""
+    """Return the reasons why private functions are not used to start kernels or to get the stream."""
     return [
         *probes.failures(STREAMS, _find_streams),
         *probes.failures(DIRECT, partial(_find_direct, attempt)),
@@ -156,12 +158,12 @@ def _find_direct(attempt: Callable[[bool], None]) -> Direct:
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """Return the function that starts a binary, its constant arguments, and the descriptors of each block.
+    """Return the function that starts a compiled kernel, its constant arguments, and descriptors by block.
 
-    Constant arguments are those between the stream and the tensors. Each block also has a list of sizes that
-    follow its descriptor. The function is Triton's launcher in C, which takes descriptors in the GPU's
-    encoding. If its arguments are in another order, or the kernel needs scratch memory, it is the Python
-    function above it.
+    The constant arguments go between the stream and the tensors. Each block also has a list of sizes, which
+    follow its descriptor in the arguments. The function is Triton's launcher in C if possible; it takes
+    descriptors in the GPU's encoding. If the launcher takes its arguments in another order, or the kernel
+    needs scratch memory, the function is Triton's Python wrapper of the launcher.
 
     Raises:
         TypeError: the launcher takes unknown arguments.
@@ -172,7 +174,7 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
         binary.packed_metadata,
         (None, None, None),
     )
-    # Moving a descriptor to address 0 lets go of its tensor.
+    # A descriptor that is moved to address 0 no longer keeps its tensor alive.
     described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]
     *named, rest = signature(run).parameters.values()
     names = tuple(x.name for x in named)
@@ -193,7 +195,7 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
 
 
 class _Address(int):
-    """An address with the ``data_ptr`` method of a tensor, which Triton calls."""
+    """An address that Triton accepts in place of a tensor, since it has a ``data_ptr`` method."""
 
     def data_ptr(self) -> int:
         """Return the address."""
@@ -201,14 +203,14 @@ class _Address(int):
 
 
 def _moved(descriptor: object, address: int) -> object:
-    """Return the same descriptor for a tensor at another address."""
+    """Return a copy of a descriptor for a tensor at another address."""
     new = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__, base=_Address(address))
     return new
 
 
 def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
-    """Return descriptors in the GPU's encoding by address, and the sizes that kernels take after them."""
+    """Return the descriptors by address in the GPU's encoding, and the sizes that kernels take after each."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 

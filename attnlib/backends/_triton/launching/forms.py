@@ -1,4 +1,4 @@
-"""The launch arguments that Triton specializes on."""
+"""The properties of launch arguments for which Triton compiles a separate kernel (specializes)."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def aligned(addresses: list[int | None]) -> object:
-    """Return the alignment of addresses that Triton specializes on.
+    """Return the alignment of addresses, for which Triton compiles separate kernels (specializes).
 
-    True means that all are multiples of 16 bytes; otherwise a tuple has a bool for each address.
+    The result is True if all addresses are multiples of 16 bytes. Otherwise it is a tuple with a bool for
+    each.
     """
     bits = 0
     for address in addresses:
@@ -17,14 +18,15 @@ def aligned(addresses: list[int | None]) -> object:
 
 
 def forms(read: Sequence[tuple | None]) -> object:
-    """Return the properties of captured tensors that Triton specializes on; () without captured tensors."""
+    """Return the properties of captured tensors that Triton specializes on; () if there are none."""
     return tuple(map(_form, read)) if any(read) else ()
 
 
 def _form(x: Tensor | tuple | int | None) -> object:
-    """Return the properties that Triton specializes on, for a tensor, a number or a tuple of them.
+    """Return the properties of a tensor, a number or a tuple of these that Triton specializes on.
 
-    A tensor has its dtype and alignment. A number has flags: equal to 1, a multiple of 16, beyond int32.
+    For a tensor, they are its dtype and alignment; for a number, whether it is 1, a multiple of 16, or beyond
+    int32.
     """
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & 15 == 0

@@ -1,8 +1,8 @@
-"""The names of Gluon that the dedicated Hopper kernels use, and the search for those that are missing.
+"""The Gluon names that the dedicated Hopper kernels use, and a check that the installed Triton has them.
 
-Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument.
-``kernels/hopper/primitives.py`` adapts to the differences between current versions. This module checks that
-the installed Triton has all other names.
+Gluon, Triton's lower-level language, is experimental: a new version may rename functions, methods or keyword
+arguments. ``kernels/hopper/primitives.py`` adapts to the known differences between versions. This module
+checks all other names.
 """
 
 import inspect
@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 GLUON = "triton.experimental.gluon.language"
 HOPPER = f"{GLUON}.nvidia.hopper"
-# The names in each module or class, with their keyword arguments. test_gluon_names.py compares them with the
-# kernels.
+# The names that the kernels use from each module or class, with keyword arguments. test_gluon_names.py
+# compares this list with the kernels.
 NAMES = MappingProxyType(
     {
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",
@@ -40,22 +40,22 @@ NAMES = MappingProxyType(
 
 
 def missing_names() -> list[str]:
-    """Return the names that the Hopper kernels use and this Triton lacks; an empty list if they can be built.
+    """Return the names that the Hopper kernels need but this Triton lacks; an empty list if it has all.
 
-    A missing keyword argument is listed as ``function(keyword=)``. Never raises: any error while importing
-    Triton counts as a missing name.
+    A missing keyword argument is listed as ``function(keyword=)``. This function never raises an error: an
+    error while importing Triton counts as a missing name.
     """
     missing = [name for of, names in NAMES.items() for word in names.split() for name in _lacking(of, word)]
     if not missing:
         try:
             import_module("attnlib.backends._triton.kernels.hopper.primitives")
-        except Exception as error:  # its text has the names that it could not choose between
+        except Exception as error:  # its message names what is missing
             missing.append(str(error))
     return missing
 
 
 def _lacking(of: str, word: str) -> list[str]:
-    """Return the missing names for a word of ``NAMES``: the name itself, or some keyword arguments."""
+    """Return the missing part of an entry of ``NAMES``: the name itself, or some keyword arguments."""
     name, _, keywords = word.removesuffix(")").partition("(")
     try:
         found = resolve_name(f"{of}.{name}")

@@ -1,8 +1,9 @@
-"""A kernel launch with all arguments except the tensors: through Triton once, directly from then on.
+"""Kernel launches that go through Triton once, and then start the compiled kernel directly.
 
-Triton inspects every argument to choose a binary, which takes about 40 us for these kernels. A ``Launch``
-belongs to one set of shapes, and caches the binary. Starting a binary is private to Triton, so it is first
-tried on a tiny kernel; if that fails, every launch goes through Triton.
+Triton inspects every argument to choose a compiled kernel, which takes about 40 us for our kernels. A
+``Launch`` has all arguments except the tensors, belongs to one set of shapes, and caches the compiled kernel.
+Starting it directly uses private functions of Triton, so they are first tried on a tiny kernel. If the trial
+fails, every launch goes through Triton.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,23 +30,24 @@ GLUON = "dedicated Hopper kernels"
 
 @lru_cache(4096)
 def plan_cache(plan: Callable, *key):
-    """Return the launch plan ``plan(*key)`` from the only cache of launch plans."""
+    """Return the launch plan ``plan(*key)``, from a cache that holds all launch plans."""
     return plan(*key)
 
 
 def cached_plan(plan: Callable) -> Callable:
-    """Cache the results of a function by its arguments, in the cache of launch plans."""
+    """Decorate a function so that its results are stored in the cache of launch plans, by its arguments."""
     return wraps(plan)(partial(plan_cache, plan))
 
 
 class Block(NamedTuple):
-    """The part of a tensor that a descriptor loads at once: rows and columns, of one head if it has heads.
+    """The part of a tensor that a TMA descriptor loads at once: some rows and columns, usually of one head.
 
     Attributes:
-        of_heads: the tensor has heads.
-        gluon: the kernel is written in Gluon, so the descriptor also gives the layout in shared memory.
-        pairs: stored bytes are loaded in pairs, as int16.
-        together: the number of heads loaded at once from a plane ``[pages, page_size, g, d]``; otherwise 0.
+        of_heads: True if the tensor has a dimension of heads.
+        gluon: True if the kernel is written in Gluon; the descriptor then includes the shared-memory layout.
+        pairs: True if stored bytes are loaded in pairs, as int16.
+        together: the number of heads that are loaded at once from the pages of a cache
+            ``[pages, page_size, g, d]``; otherwise 0.
     """
 
     tensor: str
@@ -57,11 +59,11 @@ class Block(NamedTuple):
     together: int = 0
 
     def descriptor(self, x: Tensor):
-        """Return a descriptor (TMA) of a tensor.
+        """Return a TMA descriptor of a tensor.
 
-        A tensor with heads is ``[b, t, h, d]``, or ``[t, h, d]`` if packed. Otherwise it has contiguous rows,
-        or is a vector that is cut into rows, or a plane ``[pages, page_size, 1]``, which becomes a single
-        row.
+        A tensor with heads is ``[b, t, h, d]``, or ``[t, h, d]`` if packed. A tensor without heads has
+        contiguous rows, or is a vector that is cut into rows, or has a single column ``[pages, page_size,
+        1]``, which becomes a single row.
         """
         block = self.rows, self.columns
         x = x.view(torch.int16) if self.pairs else x
@@ -87,7 +89,7 @@ class Block(NamedTuple):
 
 @cached_plan
 def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
-    """Return the layout in shared memory of a tile that matrix products read."""
+    """Return the shared-memory layout that Hopper's matrix products need for a tile of this shape."""
     from triton.experimental.gluon import language as gl
 
     name = str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "float8e4nv")
@@ -97,14 +99,14 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
 class Launch:
     """A launch of ``programs`` programs of a kernel, for one device and one set of tensor layouts.
 
-    The names of the kernel's parameters say which arguments they take:
-        x_ptr      a tensor.
-        x_desc     a descriptor, if ``blocks`` has a :class:`Block` of this name, otherwise None.
+    The name of a kernel parameter decides which argument it gets:
+        x_ptr      the tensor ``x``.
+        x_desc     a TMA descriptor, if ``blocks`` has a :class:`Block` of this name, otherwise None.
         x_tensors  a tuple of captured tensors.
-        others     an entry of ``arguments``, which may have more entries.
+        others     the entry of ``arguments`` with this name; further entries are ignored.
 
-    With ``early``, the kernel starts while the previous kernel runs, and waits for it before reading its
-    results.
+    With ``early``, the kernel starts while the previous kernel still runs, and waits for it before reading
+    its results.
     """
 
     def __init__(
@@ -130,10 +132,10 @@ class Launch:
         self.options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._cached: dict[object, CachedLaunch] = {}  # by everything that Triton specializes on
+        self._cached: dict[object, CachedLaunch] = {}  # by the properties that Triton specializes on
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on tensors by name, on the current stream of their device; other tensors are ignored."""
+        """Launch on tensors by name, on their device's current stream; names the kernel lacks are ignored."""
         if not self.programs:
             return
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
@@ -154,14 +156,15 @@ class Launch:
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
     def cached(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> CachedLaunch | None:
-        """Return the cached launch, or None before the first one through Triton.
+        """Return the cached launch, or None if none has gone through Triton yet.
 
-        Addresses count by their alignment, and captured tensors by the properties that Triton specializes on.
+        A cached launch fits addresses of the same alignment, and captured tensors with the same properties
+        that Triton specializes on.
         """
         return self._cached.get((aligned(addresses), forms(read)))
 
     def _launch_and_cache(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch through Triton, and cache the launch if it may be direct."""
+        """Launch through Triton, and cache the launch if later ones may be direct."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
         if pointers[0].is_cuda and device != streams().current_device():
@@ -174,14 +177,14 @@ class Launch:
             self.remember(binary, made, tensors)
 
     def through_triton(self, tensors: dict[str, Tensor | None]) -> tuple[object, list]:
-        """Launch through Triton, and return the binary that ran and its descriptors."""
+        """Launch through Triton, and return the compiled kernel that ran, and its descriptors."""
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
         read = [tensors.get(name) for name in self.captured]
         run = self.kernel[(self.programs,)]
         return run(*self._pick(tensors), *made, *read, *self._values, **self.options), made
 
     def remember(self, binary: object, made: list, tensors: dict[str, Tensor | None]) -> None:
-        """Cache the direct launch of this binary for tensors that Triton would choose it for."""
+        """Cache a direct launch of a compiled kernel, for tensors that Triton would give to it."""
         from triton.knobs import runtime
 
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
@@ -193,7 +196,7 @@ class Launch:
                 places.append((len(arguments), block.tensor, descriptors))
             arguments += [None, *sizes]
         at = len(arguments)
-        # None in place of captured tensors, which the cached launch must not keep alive.
+        # The cached launch must not keep captured tensors alive, so it has None in their place.
         arguments += [*(() if x == () else None for x in read), *self._values]
         device, ask = self._pick(tensors)[0].get_device(), streams()
         self._cached[aligned(addresses), forms(read)] = CachedLaunch(
@@ -202,10 +205,10 @@ class Launch:
 
 
 def _compare_bits(descriptors: bool) -> None:
-    """Launch a tiny kernel through Triton, then directly on other tensors.
+    """Launch a tiny kernel through Triton, then directly on other tensors, and compare the bits.
 
     Raises:
-        RuntimeError: the bits differ.
+        RuntimeError: the bits differ from the expected ones.
     """
     from ..kernels import trial
 
@@ -230,23 +233,23 @@ def _compare_bits(descriptors: bool) -> None:
 
 
 def failures(arch: int) -> list[str]:
-    """Return the parts of Triton and torch that failed their trial on this architecture, with their cost.
+    """Return a line for each part of Triton and torch that failed its trial, with the cost of doing without.
 
     Raises:
-        NotNow: they cannot be tried now.
+        NotNow: the trials cannot run now.
     """
     launches = direct.failures(_compare_bits) if torch.cuda.is_available() else []
     return [*launches, *(probes.failures(GLUON, _find_gluon) if arch == 90 else [])]
 
 
 class _Gluon(NamedTuple):
-    """The Gluon trial: one failure if this Triton lacks names that the dedicated Hopper kernels use."""
+    """The result of the Gluon trial: a failure if Triton lacks names that the Hopper kernels use."""
 
     failures: tuple[str, ...]
 
 
 def has_gluon() -> bool:
-    """True if this Triton has all of Gluon that the dedicated Hopper kernels use."""
+    """True if the installed Triton has everything in Gluon that the dedicated Hopper kernels use."""
     found = answer(GLUON, _find_gluon)
     return found is not None and not found.failures
 
@@ -259,7 +262,7 @@ def _find_gluon() -> _Gluon:
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
-    """Return the reasons why no kernel can run with this dtype on this device.
+    """Return the reasons why no Triton kernel can run with this dtype on this device.
 
     With ``interpreted``, kernels run in Triton's interpreter, which needs no GPU.
     """

@@ -1,4 +1,4 @@
-"""Layouts (tensors without addresses), the cache key of a call, and kernels' stride and scalar arguments."""
+"""Tensor layouts, the cache keys that consist of them, and the stride and scalar arguments of kernels."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...operators import Arguments, CachedArguments, WriteArguments
 
-INTERPRETED = 2  # multiprocessors assumed without a GPU
+INTERPRETED = 2  # without a GPU, kernels are planned as if there were 2 multiprocessors
 OperatorArguments = Arguments | CachedArguments | WriteArguments
 
 
 class Layout(NamedTuple):
-    """A tensor without its address."""
+    """The layout of a tensor: its shape, strides and dtype, without its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     @property
     def is_in_lines(self) -> bool:
-        """True if every row of a head starts at a multiple of 16 bytes of the tensor, as descriptors need."""
+        """True if every row of a head starts at a multiple of 16 bytes of the tensor, as TMA needs."""
         return (
             all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1])
             and 0 not in self.shape
@@ -28,13 +28,13 @@ class Layout(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The cache key of a launch plan: a call's device and arguments, with layouts in place of tensors."""
+    """The cache key of a launch plan: the device and arguments of a call, with layouts instead of tensors."""
 
     device: torch.device
     tf32: bool
-    aligned: bool  # tensors that descriptors may load start at multiples of 16 bytes
+    aligned: bool  # True if tensors that descriptors (TMA) load start at multiples of 16 bytes
     arguments: OperatorArguments
-    hopper: bool = True  # True if dedicated Hopper kernels may run it
+    hopper: bool = True  # True if dedicated Hopper kernels may run the call
     in_order: bool = False  # True if sums must be added in a fixed order
 
     @property
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def layout(x: Tensor | None) -> tuple | None:
-    """Return the Layout of a tensor as a plain tuple, which takes a fifth of the time to create."""
+    """Return the layout of a tensor as a plain tuple, five times as fast to create as a ``Layout``."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
@@ -57,7 +57,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
-    """Return the cache key of a call; descriptors (TMA) may load ``first`` and ``others``."""
+    """Return the cache key of a call; ``first`` and ``others`` are the tensors that TMA may load."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     # Captured tensors do not change a launch plan.
     layouts = [
@@ -67,9 +67,9 @@ def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
 
 
 def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
-    """Return strides by the names that kernels use: ``stride_qb`` for dimension ``b`` of ``q``.
+    """Return strides by their names in kernels, such as ``stride_qb`` for dimension ``b`` of ``q``.
 
-    A packed tensor is a batch of one with the batch stride 0. All strides of a missing tensor are 0.
+    A packed tensor counts as a batch of one, with the batch stride 0. All strides of a missing tensor are 0.
     """
     found = {}
     for name, x in tensors.items():
@@ -99,9 +99,9 @@ def hides_nothing(a: Arguments) -> bool:
 
 
 def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
-    """Return the scalar arguments of kernels for the mask's band and the score options.
+    """Return the scalar arguments of kernels for the band of a mask and for the score options.
 
-    ``reach`` is a distance beyond which the band hides nothing; larger numbers are reduced to it.
+    No query and key are more than ``reach`` tokens apart; larger numbers in the band are reduced to it.
     """
     left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))
     per_sequence = a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2

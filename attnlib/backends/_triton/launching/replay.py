@@ -1,4 +1,4 @@
-"""Cached launches that are repeated with changes only in the addresses of tensors."""
+"""Repeat cached launches when only the addresses of some tensors change."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -15,8 +15,8 @@ from .launch import Launch, cached_plan
 class _Prepared(NamedTuple):
     """A cached launch with all arguments filled in, except for the tensors that change with each call.
 
-    ``places`` pairs the position of an argument with an index into a call's addresses. ``descriptors`` also
-    has the descriptors by address.
+    ``places`` has pairs: the position of an argument, and the index of its value in the addresses of a call.
+    ``descriptors`` adds the cached descriptors to such pairs.
     """
 
     cached: CachedLaunch
@@ -26,9 +26,9 @@ class _Prepared(NamedTuple):
 
 
 class Replay:
-    """A sequence of cached launches on fixed tensors, except for ``names``, which change with each call.
+    """A sequence of cached launches on fixed tensors, except those in ``names``, which change in each call.
 
-    ``names`` may include tensors that no kernel takes, and absent tensors, whose address is 0.
+    ``names`` may include tensors that no kernel takes. A tensor that is absent in a call has the address 0.
     """
 
     def __init__(self, launches: Sequence[Launch], tensors: dict[str, Tensor | None], *names: str):
@@ -36,10 +36,10 @@ class Replay:
         self._prepared: list[_Prepared] = []
 
     def on(self, addresses: Sequence[int]) -> bool:
-        """Launch on the current stream, with the tensors of ``names`` at these addresses, in this order.
+        """Launch on the current stream; ``addresses`` are those of the tensors in ``names``, in order.
 
-        Returns False, without launching, if :meth:`Launch.on` must be used instead: before each launch has
-        run once, if an address is not a multiple of 16 bytes, on another device, or under a profiler.
+        Returns False, without launching, if :meth:`Launch.on` must be used instead: until each launch has run
+        once, if an address is not a multiple of 16 bytes, on another device, or under a profiler.
         """
         parts = self._prepared or self._prepare()
         if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].cached.stream()) is None:
@@ -55,7 +55,7 @@ class Replay:
         return True
 
     def _prepare(self) -> list[_Prepared]:
-        """Return the cached launches, and store them once every launch has run."""
+        """Return the cached launches with their arguments; store them once every launch has run."""
         parts = [self._prepare_one(launch) for launch in self._launches]
         self._prepared = [] if None in parts else parts
         return self._prepared
