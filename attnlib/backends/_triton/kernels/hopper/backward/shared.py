@@ -280,7 +280,7 @@ def wait_for_keys(job, band, shared, sizes):
 
 @gluon.jit
 def clear_queries(m0, slot, phase, job, shared, sizes):
-    """Wait for a query tile, and zero the queries that see none of the program's keys.
+    """If queries of a tile see none of the program's keys, wait for the tile and zero these queries.
 
     Their rows may belong to another sequence.
     """
