@@ -135,7 +135,7 @@ def backward_keys(
         # could assume that it is positive and prefetch the first steps of an empty loop. These loads would
         # overwrite the tiles of the next loop.
         tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
-        steps = count if SPARSE else GROUP * count  # a list covers all heads of the group
+        steps = count if SPARSE else GROUP * count  # a list covers all query heads of the group
         for step in tl.range(0, steps, num_stages=STAGES):  # one loop for all heads keeps the pipeline full
             tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
@@ -163,7 +163,7 @@ def backward_keys(
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
-                if SCORE is not None:  # SCORE may return anything past the last query
+                if SCORE is not None:  # a score function may return anything past the last query
                     seen = seen & (i < keys)
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -242,7 +242,7 @@ def backward_queries(
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    # As in the forward: if True, the rows after a sequence's visible keys may hold other keys.
+    # True if the rows after a sequence's visible keys may hold other keys, as in the forward.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -306,9 +306,9 @@ def backward_queries(
             ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
             dq = add_products(dq, ds, k, d, PRECISION)
 
-    seen = sees_any(i, band)  # clear rows that see no key: they hold garbage
+    seen = sees_any(i, band)  # rows that see no key hold garbage
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        # Packed sequences share one row of slots; each has an extra slot for a partial block.
+        # Packed sequences share one row of partial sums; each has an extra one for its last, partial block.
         slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -142,5 +142,5 @@ def forward(
         lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored
     )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
-    sees = sees_any(i, band)[:, None]  # clear rows that see no key: they hold garbage
+    sees = sees_any(i, band)[:, None]  # rows that see no key hold garbage
     store_tile(out_rows, of_q, work.start, stored, ChannelBlocks(acc, acc), factor, sees, e)

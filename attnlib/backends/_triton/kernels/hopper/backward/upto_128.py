@@ -1,4 +1,4 @@
-"""Consumers of the Hopper backward for head dimensions up to 128, which own 64 keys each.
+"""Consumers of the Hopper backward for head dimensions up to 128: each of the two owns 64 keys.
 
 A third warpgroup computes dq, so that neither consumer waits for the other. Each stores its ``ds``, the
 gradient of the scores, in one of two slots, from which the third warpgroup reads it. TFLOP/s, kernel only,
