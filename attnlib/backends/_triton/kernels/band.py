@@ -11,9 +11,10 @@ MASK_FIELDS = ("left", "right", "prefix")  # parameters of every kernel that mas
 class KeyBand(NamedTuple):
     """The keys that query ``i`` sees: from ``i - left`` to ``i + right``, or below ``prefix``.
 
-    All of these keys lie in ``[start, end)``. An absent bound or prefix is None, and Triton compiles a kernel
-    of its own for this. If the call is a chunk of a larger call, ``offset`` is added to query indices before
-    they are compared with keys, and ``key`` is the index of the chunk's first key in the larger call.
+    All of these keys lie in ``[start, end)``. A bound or prefix that is absent is None, and Triton compiles a
+    separate kernel for this case. If the call is a chunk of a larger call, ``offset`` is added to query
+    indices before they are compared with keys, and ``key`` is the index of the chunk's first key in the
+    larger call.
     """
 
     start: tl.tensor

@@ -1,4 +1,4 @@
-"""Attention over a paged cache (FlashDecoding; Dao et al., 2023).
+"""Attention over a paged cache: the generic decode kernel (FlashDecoding; Dao et al., 2023).
 
 One program computes one split (a range of tokens) of one sequence and KV head. Its rows are all query heads
 that share the KV head, for all query tokens of the sequence, so each stored token is read once.
@@ -44,7 +44,7 @@ def sums_of_splits(
 
 @triton.jit
 def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr):
-    """Add every run of tiles to the running sums; full tiles skip the mask."""
+    """Add all runs of tiles that are not hidden to the running sums; fully visible tiles skip the mask."""
     for r in range(runs.count):
         for MASKED in tl.static_range(2):
             tiles = run_at(r, runs, sizes.FULL, sizes.EDGE)
@@ -68,11 +68,12 @@ def decode(
     EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, GRAIN_M: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results if a sequence is split.
+    """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
     For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: tiles that all rows see
-    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums like splits,
-    so that splits of this size give the same bits. Tiles that are hidden in ``states`` are not read.
+    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
+    were splits, so that real splits of this size give the same bits. Tiles that ``states`` marks as hidden
+    are not read.
     """
     if EARLY:
         gdc_wait()
@@ -163,7 +164,7 @@ def decode(
 
     if EARLY:  # only now: programs of the next kernel would crowd the idle SMs
         gdc_launch_dependents()
-    acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # rows that see no key hold garbage
+    acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # clears rows without keys
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # `combine` adds the sink to split sequences
         sink = tl.load(

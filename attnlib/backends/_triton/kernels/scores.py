@@ -142,8 +142,8 @@ def unchanged(
 ):
     """Return the gradient of a score function's input, given the gradient ``ds`` of its output.
 
-    The gradient is 0 for pairs that are not ``seen`` (a tile of bools, or True). If ``grads`` are given,
-    add the gradients of the captured tensors to them.
+    The gradient is 0 for hidden pairs of query and key; ``seen`` is a tile of bools, or True. If ``grads``
+    are given, the gradients of the tensors that the function captures are added to them.
     """
     if DERIVATIVE is None:
         return ds

@@ -39,7 +39,7 @@ def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
 
 @gluon.jit
 def allocate(tile_type: gl.constexpr, sizes):
-    """Allocate the shared memory of a program."""
+    """Allocate the shared memory of a program: keys and values, rings of query tiles, and mbarriers."""
     TILES: gl.constexpr = sizes.TILES
     SLOTS: gl.constexpr = sizes.SLOTS
     BLOCK_M: gl.constexpr = sizes.BLOCK_M

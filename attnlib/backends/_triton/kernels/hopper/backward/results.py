@@ -39,7 +39,7 @@ class GradientOutputs(NamedTuple):
 
 @gluon.jit
 def as_held(x):
-    """Flatten a product ``[64, n]`` in the order in which threads hold it.
+    """Flatten a matrix product ``[64, n]`` into the order in which threads hold it in registers.
 
     The first 16 bytes of each of the 128 threads come first, then the next 16 bytes of each.
     """
@@ -101,7 +101,7 @@ def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared
 
 @triton.jit
 def load_share(ptr, COLUMNS: tl.constexpr):
-    """Load a product ``[64, COLUMNS]`` that :func:`as_held` has flattened."""
+    """Load a matrix product ``[64, COLUMNS]`` that :func:`as_held` has flattened."""
     held = tl.load(ptr + tl.arange(0, 64 * COLUMNS)).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
     return held.permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
 

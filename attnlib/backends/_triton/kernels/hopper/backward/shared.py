@@ -155,7 +155,7 @@ def tiles_of(start, work, band, sizes):
 
 @gluon.jit
 def job_of(work, band, call, sizes):
-    """Return the work of a program."""
+    """Return the work of a program: its keys, and the query tiles that see them."""
     ahead = work.rows - work.others
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
@@ -226,7 +226,7 @@ def next_step(step, job, call, sizes):
 
 @gluon.jit
 def start_of(step, job, sizes):
-    """Return the first query of a step."""
+    """Return the index of the first query in the query tile of a step."""
     return job.first + step.tile * (-sizes.BLOCK_M if sizes.AFTER < 0 else sizes.BLOCK_M)
 
 

@@ -27,9 +27,9 @@ from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tile
 
 @gluon.jit
 def meet(WAITS: gl.constexpr, sizes):
-    """Meet at the named barrier that follows an addition to a tile of dq.
+    """Arrive or wait at the named barrier that follows an addition to a tile of dq.
 
-    The warpgroup that has added arrives and goes on; the two warps that handle turns wait (``WAITS``).
+    The warpgroup that has added only arrives; the two warps that handle turns wait (``WAITS``).
     """
     NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # a number unused by the consumers
     THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.DQ_WARPGROUP else CONSUMERS) + 64

@@ -221,7 +221,7 @@ def forward(
     PRODUCER_REGISTERS: gl.constexpr,
     D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+    """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
     For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``.
     """

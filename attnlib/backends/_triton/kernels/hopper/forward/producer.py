@@ -30,9 +30,9 @@ def next_tile(tile, counter_ptr, tiles):
 
 @gluon.jit
 def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL: gl.constexpr):
-    """Load a tile from row ``at[1]`` of head ``at[2]`` into a ring slot.
+    """Start to load a tile, from row ``at[1]`` of head ``at[2]`` on, into a slot of a ring.
 
-    If the channels are in two blocks, load the second block too.
+    If channels are divided into two blocks, both are loaded.
     """
     plane, row, head = at
     ready = full.index(slot)
