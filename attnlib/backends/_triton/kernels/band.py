@@ -27,7 +27,7 @@ class KeyBand(NamedTuple):
 
 
 class ChunkOrigin(NamedTuple):
-    """Where a chunk of a larger call begins: its first query, key, head and sequence in the larger call."""
+    """The start of a chunk in a larger call: the indices of its first query, key, head and sequence there."""
 
     query: tl.tensor
     key: tl.tensor
@@ -50,7 +50,7 @@ def origin_of(origin_ptr, sequence, batch):
 
 @triton.jit
 def bounds(starts_ptr, ends_ptr, sequence, keys):
-    """Return the start and end of a sequence's keys, narrowed by ``starts`` and ``ends`` if given."""
+    """Return the start and end of a sequence's keys, narrowed by ``starts_ptr`` and ``ends_ptr`` if given."""
     start = 0 if starts_ptr is None else tl.maximum(tl.load(starts_ptr + sequence), 0)
     end = keys if ends_ptr is None else tl.minimum(tl.load(ends_ptr + sequence), keys)
     return start, end

@@ -4,7 +4,7 @@
 causal limits), and marks small tiles as hidden, partial or full. ``list_tiles`` joins them into the larger
 tiles of an attention kernel, and applies the band and the bounds of sequences. Each block of queries, or of
 keys, has one line in the list: a header, then partial tiles from the front and full tiles from the back.
-Both are in ascending order, counted from their end of the line.
+Read from its end of the line, each kind is in ascending order.
 """
 
 from typing import NamedTuple

@@ -90,7 +90,7 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
         i = (job.ahead + m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         j = (job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
         p = opaque(gl.where(visible(i, j, band), p, 0.0))
-    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wgmma wait above this mbarrier wait
+    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wait for a wgmma above this
     p16 = gl.convert_layout(p.to(dout.dtype), P)
     dp = spread(shared.delta.index(slot), zero)
     dp = warpgroup_mma(shared.v.index(anew(number)), dout.permute((1, 0)), dp, is_async=True)

@@ -194,7 +194,7 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
-    # ptxas moves no wgmma wait above this mbarrier wait.
+    # ptxas does not move the wait for a wgmma above this wait for an mbarrier.
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)

@@ -25,7 +25,7 @@ class ProgramSizes(NamedTuple):
 
 
 class PagesShared(NamedTuple):
-    """Shared memory: tiles of keys and values, softmax maxima and sums per warp, mbarriers of loads."""
+    """The shared memory of a program: tiles of keys and values, each warp's maxima and sums, mbarriers."""
 
     boxes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor

@@ -1,9 +1,9 @@
 """MLA decoding with 16 query rows for Hopper, in Gluon: one program per SM, bound by memory bandwidth.
 
-Products are transposed, with tokens or channels in the 64 rows of a wgmma and queries in its 16 columns, so
+Matrix products are transposed: tokens or channels are the 64 rows of a wgmma and queries its 16 columns, so
 no row is padding. Two consumer warpgroups process alternate tiles, so that one waits for its tile while the
-other multiplies. Each keeps its own sums over all channels; they are joined at the end. A producer warp loads
-tiles by TMA.
+other multiplies. Each keeps its own sums over all channels, which are joined at the end. A producer warp
+loads tiles by TMA.
 """
 
 from typing import NamedTuple
