@@ -54,7 +54,7 @@ def prepare(
     """Write ``lse2`` and ``delta = rowsum(out * dout) - dlse``, both ``[b, h, s]`` in fp32.
 
     ``lse2`` is the LSE in log2 units. If a query sees no key, its ``lse2`` is +inf, which makes all its
-    probabilities 0. Packed sequences count as a batch of one.
+    probabilities 0. Packed sequences are treated as a batch with one sequence.
     """
     blocks = tl.cdiv(s, BLOCK_M)
     pair, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_M
@@ -87,9 +87,9 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``.
+    """Write the gradients of keys and values, dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``.
 
-    One program computes one block of keys of one KV head and sequence. Score tiles are transposed,
+    One program computes them for one block of keys of one KV head and sequence. Score tiles are transposed,
     ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
     work = locate(
@@ -135,8 +135,8 @@ def backward_keys(
         # could assume that it is positive and prefetch the first steps of an empty loop. These loads would
         # overwrite the tiles of the next loop.
         tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
-        steps = count if SPARSE else GROUP * count  # a list covers all heads of the group
-        for step in tl.range(0, steps, num_stages=STAGES):  # one loop for all heads keeps the pipeline full
+        steps = count if SPARSE else GROUP * count  # a list covers all query heads of the group
+        for step in tl.range(0, steps, num_stages=STAGES):  # a loop over all heads keeps the pipeline full
             tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
@@ -163,7 +163,7 @@ def backward_keys(
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
-                if SCORE is not None:  # SCORE may return anything past the last query
+                if SCORE is not None:  # a score function may return anything past the last query
                     seen = seen & (i < keys)
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -213,7 +213,7 @@ def backward_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq ``[b, s, h, d]``, one program per block of queries, head and sequence.
+    """Write the gradient of queries, dq ``[b, s, h, d]``; each program computes a block of queries.
 
     With ALiBi, each program also writes its partial sum of the slope's gradient, ``[b, h, blocks]``
     (packed: ``[h, blocks]``). Gradients of tensors that a score function captures are accumulated with
@@ -242,7 +242,7 @@ def backward_queries(
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    # As in the forward: if True, the rows after a sequence's visible keys may hold other keys.
+    # True if the rows after a sequence's visible keys may hold other keys, as in the forward.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -302,13 +302,13 @@ def backward_queries(
             )
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            # The derivative may be NaN in rows that see no key.
+            # tl.where, because the derivative may be NaN in rows that see no key.
             ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
             dq = add_products(dq, ds, k, d, PRECISION)
 
-    seen = sees_any(i, band)  # clear rows that see no key: they hold garbage
+    seen = sees_any(i, band)  # rows that see no key hold arbitrary numbers
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        # Packed sequences share one row of slots; each has an extra slot for a partial block.
+        # Packed sequences share one row of partial sums; each has an extra one for its last, partial block.
         slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -1,4 +1,4 @@
-"""The band of keys that a query sees, clipped to the keys of its sequence."""
+"""The band: the keys that sliding-window, causal and prefix options let a query see, within its sequence."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,10 @@ MASK_FIELDS = ("left", "right", "prefix")  # parameters of every kernel that mas
 class KeyBand(NamedTuple):
     """The keys that query ``i`` sees: from ``i - left`` to ``i + right``, or below ``prefix``.
 
-    All of them lie in ``[start, end)``. An absent bound or prefix is None, and kernels are specialized on
-    that. If the call is a chunk of a larger call, ``offset`` is added to query indices before they are
-    compared with keys, and ``key`` is the index of the chunk's first key in the whole call.
+    All of these keys lie in ``[start, end)``. A bound or prefix that is absent is None, and Triton compiles a
+    separate kernel for this case. If the call is a chunk of a larger call, ``offset`` is added to query
+    indices before they are compared with keys, and ``key`` is the index of the chunk's first key in the
+    larger call.
     """
 
     start: tl.tensor
@@ -26,7 +27,7 @@ class KeyBand(NamedTuple):
 
 
 class ChunkOrigin(NamedTuple):
-    """The first query, key, head and sequence of a chunk, as indices in the whole call."""
+    """The start of a chunk in a larger call: the indices of its first query, key, head and sequence there."""
 
     query: tl.tensor
     key: tl.tensor
@@ -36,7 +37,7 @@ class ChunkOrigin(NamedTuple):
 
 @triton.jit
 def origin_of(origin_ptr, sequence, batch):
-    """Return the origin of one sequence from int32 ``[b, 4]``, or zeros if the call is not a chunk."""
+    """Load a sequence's chunk origin from int32 ``[b, 4]``; it is zero if the call is not a chunk."""
     if origin_ptr is None:
         return ChunkOrigin(0, 0, 0, 0)
     else:
@@ -49,7 +50,7 @@ def origin_of(origin_ptr, sequence, batch):
 
 @triton.jit
 def bounds(starts_ptr, ends_ptr, sequence, keys):
-    """Return the start and end of a sequence's keys; a dense call may restrict both."""
+    """Return the start and end of a sequence's keys, narrowed by ``starts_ptr`` and ``ends_ptr`` if given."""
     start = 0 if starts_ptr is None else tl.maximum(tl.load(starts_ptr + sequence), 0)
     end = keys if ends_ptr is None else tl.minimum(tl.load(ends_ptr + sequence), keys)
     return start, end
@@ -57,7 +58,7 @@ def bounds(starts_ptr, ends_ptr, sequence, keys):
 
 @triton.jit
 def visible(i, j, band):
-    """True if query ``i`` sees key ``j``, for index tensors that broadcast."""
+    """True if the band lets query ``i`` see key ``j``; the index tensors ``i`` and ``j`` broadcast."""
     seen = (i == i) & (j >= band.start) & (j < band.end)
     i += band.offset
     if band.left is not None:
@@ -75,7 +76,8 @@ def reach(x0, x1, first, last, before, after):
     """Return ``low, high, all_low, all_high`` for windows from ``x - before`` to ``x + after``.
 
     ``[low, high)`` is the union of the windows of all ``x`` in ``[x0, x1)``, and ``[all_low, all_high)`` is
-    their intersection, both clipped to ``[first, last)``. None leaves a side open.
+    their intersection, both clipped to ``[first, last)``. If ``before`` or ``after`` is None, windows have no
+    limit on that side.
     """
     low, all_low, high, all_high = first, first, last, last
     if before is not None:
@@ -87,7 +89,7 @@ def reach(x0, x1, first, last, before, after):
 
 @triton.jit
 def key_range(i0, i1, band):
-    """Return ``low, high, all_low, all_high`` for the queries in ``[i0, i1)``.
+    """Return ``low, high, all_low, all_high``, the bounds of keys that the queries in ``[i0, i1)`` see.
 
     Keys in ``[low, high)`` may be visible to some of the queries, and keys in ``[all_low, all_high)`` are
     visible to all of them.
@@ -109,7 +111,7 @@ def sees_any(i, band):
 
 @triton.jit
 def query_range(j0, j1, first, last, band):
-    """Return ``low, high, all_low, all_high`` for the keys in ``[j0, j1)``.
+    """Return ``low, high, all_low, all_high``, the bounds of queries that see the keys in ``[j0, j1)``.
 
     Queries in ``[low, high)`` may see some of the keys; queries in ``[all_low, all_high)`` see all of them.
     """
@@ -125,10 +127,10 @@ def query_range(j0, j1, first, last, band):
 
 
 class Tiles(NamedTuple):
-    """The tiles of a range, which starts at ``first``.
+    """The tiles that cover a range of keys; the first begins at key ``first``.
 
-    ``before`` masked tiles come first, then ``full`` full tiles, then the remaining masked ones. ``masked``
-    counts all masked tiles.
+    The range has ``before`` masked tiles, then ``full`` tiles without a mask, then more masked tiles.
+    ``masked`` is the number of all masked tiles.
     """
 
     first: tl.tensor
@@ -139,10 +141,10 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """Divide ``[low, high)`` into full tiles of ``FULL`` and masked tiles of ``EDGE``.
+    """Divide the keys ``[low, high)`` into full tiles of ``FULL`` keys and masked tiles of ``EDGE`` keys.
 
-    Full tiles lie within ``[all_low, all_high)``. ``FULL`` is a multiple of ``EDGE``. If it is 0, all tiles
-    are masked.
+    Full tiles lie within ``[all_low, all_high)``. ``FULL`` is a multiple of ``EDGE``; if ``FULL`` is 0, all
+    tiles are masked.
     """
     first = low // EDGE
     count = tl.maximum(tl.cdiv(high, EDGE) - first, 0)
@@ -157,7 +159,7 @@ def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexp
 
 @triton.jit
 def tile_at(n, tiles, MASKED: tl.constexpr, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """Return the start of the ``n``-th masked tile, or of the ``n``-th full tile."""
+    """Return the first key of the ``n``-th masked tile of a range, or of its ``n``-th full tile."""
     if MASKED:
         return tiles.first + n * EDGE + tl.where(n < tiles.before, 0, tiles.full * FULL)
     else:

@@ -1,4 +1,4 @@
-"""Cache writes: rotate new keys, quantize keys and values if the cache is int8 or fp8, and store them."""
+"""Write new tokens to a cache: rotate keys, and quantize keys and values if the cache is int8 or fp8."""
 
 import triton
 import triton.language as tl
@@ -22,12 +22,12 @@ def write(
     PAIRS_K: tl.constexpr, PAIRS_V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys and values of all tokens and heads to the slots in ``slots_ptr``.
+    """Write the keys and values of all new tokens to their slots, the token positions in the cache.
 
-    Each token has one slot. Slots outside ``[0, slots)`` are skipped. The first ``2 * PAIRS_K`` channels of
-    K are rotated, and the first ``2 * PAIRS_V`` channels of V, which in an MLA cache holds the rotary key.
-    ``EARLY``: launched with PDL (programmatic dependent launch), so wait for the preceding kernel before
-    reading, and let the next one start.
+    ``slots_ptr`` has one slot per token. Tokens with slots outside ``[0, slots)`` are skipped. Rotation
+    applies to the first ``2 * PAIRS_K`` channels of K, and to the first ``2 * PAIRS_V`` channels of V, which
+    holds the rotary key in an MLA cache. ``EARLY``: launched with PDL (programmatic dependent launch), so
+    wait for the preceding kernel before reading, and let the next one start.
     """
     if EARLY:
         gdc_wait()
@@ -62,8 +62,8 @@ def rotated(
 ):  # fmt: skip
     """Load the rows at ``ptr + at`` and rotate their first ``PAIRS`` pairs of channels.
 
-    Columns beyond ``WIDTH`` are zeros. Rounding is the same as in ``rope.rotate``: every product is rounded
-    separately, so this kernel must be compiled without fused multiply-adds.
+    Columns from ``WIDTH`` on become zeros. Results have the same bits as with ``rope.rotate``, which rounds
+    every product, so this kernel must be compiled without fused multiply-adds.
     """
     x = load_columns(ptr, at, valid, WIDTH, ALL, True)
     if PAIRS:
@@ -84,9 +84,9 @@ def rotated(
 
 @triton.jit
 def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
-    """Write the rows ``x`` to ``ptr + at``.
+    """Write rows of keys or values to ``ptr + at``.
 
-    If there is a ``scale_ptr``, quantize each row and write its scale to ``scale_ptr + scale_at``.
+    If there is a ``scale_ptr``, quantize each row, and write its scale to ``scale_ptr + scale_at``.
     """
     columns = tl.arange(0, x.shape[1])
     to = ptr + at[:, None] + columns[None, :]

@@ -1,8 +1,8 @@
-"""Attention over a paged cache (FlashDecoding; Dao et al., 2023).
+"""Attention over a paged cache: the generic decode kernel (FlashDecoding; Dao et al., 2023).
 
-One program computes one split of one sequence and KV head. The rows of its tile are all query heads of the
-group, times all query tokens of the sequence, so each stored token is read once. ``split_kv.py`` cuts
-sequences into splits and merges the results.
+One program computes one split (a range of tokens) of one sequence and KV head. Its rows are all query heads
+that share the KV head, for all query tokens of the sequence, so each stored token is read once.
+``split_kv.py`` cuts sequences into splits and merges the results.
 """
 
 import triton
@@ -24,9 +24,9 @@ def sums_of_splits(
     low, high, unit, empty, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the output, sum and maximum over the tokens ``[low, high)``, in fixed splits of ``SIZE`` tokens.
+    """Return the output, sum and maximum over the tokens ``[low, high)``, ``SIZE`` tokens at a time.
 
-    Each split starts from ``empty`` sums, and the splits are merged in order.
+    Each set of ``SIZE`` tokens starts from ``empty`` sums, and the results are merged in order.
     """
     acc, m_i = empty.acc, empty.m_i
     l_i = tl.zeros([m_i.shape[0]], tl.float32)
@@ -44,7 +44,7 @@ def sums_of_splits(
 
 @triton.jit
 def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr):
-    """Add every run of tiles to the running sums; full tiles skip the mask."""
+    """Add all runs of tiles that are not hidden to the running sums; fully visible tiles skip the mask."""
     for r in range(runs.count):
         for MASKED in tl.static_range(2):
             tiles = run_at(r, runs, sizes.FULL, sizes.EDGE)
@@ -68,11 +68,12 @@ def decode(
     EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, GRAIN_M: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results if a sequence is split.
+    """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
     For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: tiles that all rows see
-    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums like splits,
-    so that splits of this size give the same bits. Tiles that are hidden in ``states`` are not read.
+    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
+    were splits, so that real splits of this size give the same bits. Tiles that ``states`` marks as hidden
+    are not read.
     """
     if EARLY:
         gdc_wait()
@@ -99,11 +100,11 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
-    if not SPLIT_SIZE and n >= 0:  # SPLIT_SIZE: long sequences are not split
+    if not SPLIT_SIZE and n >= 0:  # with SPLIT_SIZE, long sequences are not split
         low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty
-    PER: tl.constexpr = 2 if PAIRS else 1  # channels per loaded element
+    PER: tl.constexpr = 2 if PAIRS else 1  # channels in each loaded element
     k_ptr, v_ptr = k_ptr + kv_head * stride_kg, v_ptr + kv_head * stride_vg
     keys, values = (pairs_at(k_ptr), pairs_at(v_ptr)) if PAIRS else (k_ptr, v_ptr)
     k_rows = Rows(keys, stride_kp // PER, stride_kt // PER, stride_kg, k_desc)
@@ -114,14 +115,14 @@ def decode(
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
-    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # enough registers for an elementwise sum
+    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # registers can hold an elementwise sum
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
     sizes: tl.constexpr = DecodeSizes(
         D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION
     )
 
-    MAIN: tl.constexpr = E if LATENT else D_MAIN  # query channels before the tail
+    MAIN: tl.constexpr = E if LATENT else D_MAIN  # number of query channels before the tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
     q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
     queries = ChannelBlocks(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
@@ -141,7 +142,7 @@ def decode(
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
     sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if BY_PLACE else l_i)
-    if SPLIT_SIZE:  # masks every tile; FULL is unused
+    if SPLIT_SIZE:  # this masks every tile; FULL is unused
         acc, l_i, m_i = sums_of_splits(
             low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
         )
@@ -161,9 +162,9 @@ def decode(
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 
-    if EARLY:  # not earlier: programs of the next kernel would crowd the idle SMs
+    if EARLY:  # only now: programs of the next kernel would crowd the idle SMs
         gdc_launch_dependents()
-    acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # clear rows that see no key: they hold garbage
+    acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # clears rows without keys
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # `combine` adds the sink to split sequences
         sink = tl.load(

@@ -1,4 +1,4 @@
-"""The inner loop of the decode kernel: add the tiles of a paged cache to the running sums."""
+"""The inner loop of the generic decode kernel: add tiles of a paged cache to the running softmax sums."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ class DecodeSizes(NamedTuple):
     """The compile-time sizes and options of the decode kernel.
 
     ``D``, ``D_TAIL`` and ``E`` are channel counts, ``PAGE`` is the page size (0: a contiguous cache), and
-    ``FULL`` and ``EDGE`` are the tokens of a full and of a masked tile. ``ONE``: every sequence has one
-    query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents, are loaded as pairs of
-    ``STORED`` bytes and summed in two halves, for even and odd channels.
+    ``FULL`` and ``EDGE`` are the numbers of tokens in a full and in a masked tile. ``ONE``: every sequence
+    has one query, so all rows of a tile see the same keys. ``PAIRS``: int8 or fp8 numbers (``STORED``) are
+    loaded in pairs, and even and odd channels are summed separately.
     """
 
     D: tl.constexpr
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
 
 
 class RunningSums(NamedTuple):
-    """FlashAttention's running output, maximum and sum.
+    """The running sums of online softmax: the output, the maximum score and the sum of probabilities.
 
     ``l_i`` has one sum per row, or one per element of a tile. ``odd`` holds the odd output channels if
     ``acc`` holds only the even ones, and is unused otherwise.
@@ -66,7 +66,7 @@ class RunningSums(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The rows of a tile and the inputs of their scores: indices ``i``, heads, band and score options.
+    """Everything that scores of query rows depend on besides q and k: indices ``i``, heads, band, options.
 
     Mask and score functions receive these indices and read ``mask_tensors`` and ``score_tensors``.
     ``first`` is the index of the sequence's first query.
@@ -87,9 +87,9 @@ class Scoring(NamedTuple):
 def load_plane(
     x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load a tile of ``WIDTH`` channels from a plane of the cache (keys, values or key tails).
+    """Load a tile of ``WIDTH`` channels from one of the cache's tensors: keys, values or key tails.
 
-    If ``MASKED``, tokens that are not ``valid`` are zeros.
+    If ``MASKED``, tokens that are not ``valid`` become zeros.
     """
     if x.desc is not None and not MASKED:
         row = page.to(tl.int32) * (x.stride_b // x.stride_t).to(tl.int32) + (n % PAGE if PAGE else n)
@@ -113,7 +113,7 @@ def add_tile(
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels per loaded element
-    # Key channels before the tail.
+    # The number of key channels before the tail.
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
     j = n + tl.arange(0, BLOCK)
@@ -185,7 +185,7 @@ def sweep(
     sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add all masked tiles, or all full tiles, to the running sums."""
+    """Add all masked tiles of a range, or all full tiles, to the running sums."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)
     entries = entries_at(stored.table_ptr, n, stored.high, sizes.PAGE, BLOCK)
@@ -193,7 +193,7 @@ def sweep(
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
         sums = add_tile(sums, page, n, queries, scoring, stored, sizes, MASK, SCORE, MASKED, BLOCK)
-        if sizes.PAGE:  # read one tile ahead, so that loads of keys do not wait for page numbers
+        if sizes.PAGE:  # one tile ahead, so that keys are not loaded late for want of page numbers
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
     return sums

@@ -16,7 +16,7 @@ class CapturedTensor(NamedTuple):
 
 @triton.jit
 def element_at(table, indices):
-    """Return pointers to elements, in the shape to which the indices broadcast.
+    """Return pointers to elements of a captured tensor, in the shape to which the indices broadcast.
 
     Each index is clamped to its dimension.
     """
@@ -29,19 +29,19 @@ def element_at(table, indices):
 
 @triton.jit
 def bool_of(table, indices):
-    """Load elements of a bool tensor."""
+    """Load elements of a captured bool tensor."""
     return tl.load(element_at(table, indices)) != 0
 
 
 @triton.jit
 def int_of(table, indices, TYPE: tl.constexpr):
-    """Load elements of an integer tensor and convert them to ``TYPE``, int32 or int64."""
+    """Load elements of a captured integer tensor as ``TYPE``, which is int32 or int64."""
     return tl.load(element_at(table, indices)).to(TYPE)
 
 
 @triton.jit
 def float_of(table, indices):
-    """Load elements of a float tensor in fp32."""
+    """Load elements of a captured float tensor, converted to fp32."""
     return tl.load(element_at(table, indices)).to(tl.float32)
 
 
@@ -60,8 +60,8 @@ def add_elements(table, indices, x):
                 x = tl.sum(x, axis, keep_dims=True)
         places = at.to(tl.int64)
         first = tl.min(places)
-        # All elements of a tile are often the same one, because distances are clamped and all far keys share
-        # one bias. Add their sum once in this case, since atomics to one address would run one by one.
+        # Often all indices of a tile name the same element: for example, distances are clamped, so all far
+        # keys share one bias. Then add the sum once, since atomics to one address would run one by one.
         if first == tl.max(places):
             tl.atomic_add(first.to(table.ptr.dtype), tl.sum(x), sem="relaxed")
         else:
@@ -73,7 +73,7 @@ def int_quotient(x, y, TYPE: tl.constexpr):
     """Return ``x // y`` of ints, rounded down as in Python; a divisor of 0 counts as 1."""
     x, y = tl.cast(x, TYPE), tl.cast(y, TYPE)
     y = tl.where(y == 0, 1, y)
-    quotient, rest = x // y, x % y  # rounded towards 0
+    quotient, rest = x // y, x % y  # Triton rounds towards 0
     return quotient - tl.where((rest != 0) & ((rest ^ y) < 0), 1, 0)
 
 
@@ -82,7 +82,7 @@ def int_rest(x, y, TYPE: tl.constexpr):
     """Return ``x % y`` of ints, with the sign of ``y`` as in Python; a divisor of 0 counts as 1."""
     x, y = tl.cast(x, TYPE), tl.cast(y, TYPE)
     y = tl.where(y == 0, 1, y)
-    rest = x % y  # has the sign of x
+    rest = x % y  # Triton gives it the sign of x
     return rest + tl.where((rest != 0) & ((rest ^ y) < 0), y, 0)
 
 
@@ -105,7 +105,7 @@ def rshifted(x, n, MOST: tl.constexpr, TYPE: tl.constexpr):
 def power(x, y: tl.constexpr, INTEGER: tl.constexpr, ODD: tl.constexpr):
     """Return ``x ** y`` of floats; NaN if ``x`` is negative and ``y`` is not an integer.
 
-    ``INTEGER``: ``y`` is an integer. ``ODD``: it is odd.
+    ``INTEGER``: ``y`` is an integer. ``ODD``: ``y`` is an odd integer.
     """
     found = tl.exp2(y * tl.log2(tl.abs(x)))
     if INTEGER:

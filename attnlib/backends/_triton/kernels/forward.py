@@ -1,4 +1,4 @@
-"""FlashAttention-2's forward (Dao, 2023, arXiv 2307.08691).
+"""The generic forward kernel, after FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
 
 One program computes one block of queries of one head and sequence.
 """
@@ -30,7 +30,7 @@ def forward(
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr,
     v_descale_ptr,
-    lists_ptr,  # tiles to visit; only with MASK
+    lists_ptr,  # lists of the tiles to visit, only if there is a MASK
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
@@ -39,7 +39,7 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+    """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
     For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``.
     """
@@ -72,7 +72,7 @@ def forward(
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # True if the rows after a sequence's visible keys may hold other keys (packed or bounded sequences).
-    # Otherwise descriptor loads need no mask.
+    # If not, loads through descriptors need no mask.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -102,7 +102,7 @@ def forward(
         all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
         all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
         edges = tl.minimum(all_low, high), all_high, high
-    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full tiles, masked tiles
+    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # first masked, then full, then masked tiles
         if SPARSE:
             begin = tiles.before if phase == 2 else 0
         else:
@@ -142,5 +142,5 @@ def forward(
         lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored
     )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
-    sees = sees_any(i, band)[:, None]  # clear rows that see no key: they hold garbage
+    sees = sees_any(i, band)[:, None]  # rows that see no key hold arbitrary numbers
     store_tile(out_rows, of_q, work.start, stored, ChannelBlocks(acc, acc), factor, sees, e)

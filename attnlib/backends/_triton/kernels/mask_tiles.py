@@ -1,9 +1,10 @@
-"""Block sparsity for mask functions: classify tiles, and list the tiles that each block of rows visits.
+"""Block sparsity for mask functions: list the tiles that attention kernels must visit.
 
-``classify_tiles`` calls the mask function once per pair within the band and marks tiles as hidden, partial
-or full. ``list_tiles`` joins these small tiles into tiles of an attention kernel, and applies the band and
-the bounds of sequences. A line of the list belongs to one block of rows. It is a header followed by
-entries: partial tiles from the front, full tiles from the back, each in ascending order.
+``classify_tiles`` calls the mask function for every pair of query and key within the band (the window and
+causal limits), and marks small tiles as hidden, partial or full. ``list_tiles`` joins them into the larger
+tiles of an attention kernel, and applies the band and the bounds of sequences. Each block of queries, or of
+keys, has one line in the list: a header, then partial tiles from the front and full tiles from the back.
+Read from its end of the line, each kind is in ascending order.
 """
 
 from typing import NamedTuple
@@ -15,19 +16,19 @@ from .band import KeyBand, bounds, key_range, origin_of, query_range
 from .scores import placed
 from .tile import COUNTS, locate
 
-HIDDEN: tl.constexpr = tl.constexpr(0)  # no pair of the tile is visible; 1: some pairs are
+HIDDEN: tl.constexpr = tl.constexpr(0)  # no pair of the tile is visible; state 1 means that some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all pairs are visible
-HEADER: tl.constexpr = tl.constexpr(4)  # int32 numbers before a line's entries; three are counts
-EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles per program
-CHUNK: tl.constexpr = tl.constexpr(128)  # tiles per step of list_tiles
+HEADER: tl.constexpr = tl.constexpr(4)  # length of a line's header in int32 numbers; three are counts
+EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles that a program classifies
+CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that list_tiles handles at a time
 
 
 class SparseTiles(NamedTuple):
-    """The tiles that a block of rows visits, as pointers to its list and counts.
+    """The list of tiles that a block of queries, or of keys, visits: two pointers and three counts.
 
-    ``first`` points to the first partial tile, and ``last`` to the first full one (full tiles are listed
-    backwards). ``cut`` counts the partial tiles, ``before`` those before the first full tile, and ``whole``
-    the full ones.
+    ``first`` points to the first partial tile, and ``last`` to the first full tile (full tiles are listed
+    backwards). ``cut`` is the number of partial tiles, ``before`` the number of those that precede
+    the first full tile, and ``whole`` the number of full tiles.
     """
 
     first: tl.tensor
@@ -39,14 +40,14 @@ class SparseTiles(NamedTuple):
 
 @triton.jit
 def line_of(work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the offset of a block's line in the lists."""
+    """Return the offset of the list of tiles for one block of queries or keys."""
     at = work.plane * stride_b + work.head * stride_h
     return at + slot_of(work.row, work.sequence, work.start, BLOCK, PACKED).to(tl.int64) * (HEADER + room)
 
 
 @triton.jit
 def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the number of a block of rows.
+    """Return the number of the block of rows that begins at row ``start`` of a sequence.
 
     Blocks of packed sequences are numbered consecutively, with one extra, partial block per sequence.
     """
@@ -55,13 +56,13 @@ def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def lines_of(rows, batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the number of blocks for ``rows`` rows; for packed sequences, of all sequences together."""
+    """Return the number of blocks for ``rows`` rows of a sequence, or of all packed sequences together."""
     return rows // BLOCK + batch + 1 if PACKED else tl.cdiv(rows, BLOCK)
 
 
 @triton.jit
 def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the list of tiles for a block of rows."""
+    """Return the list of tiles that a block of queries, or of keys, visits."""
     line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
     first = line + HEADER
     return SparseTiles(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
@@ -79,11 +80,11 @@ def classify_tiles(
     mask_tensors, batch, planes, s, t, columns, left, right, prefix,
     BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the state of each tile (hidden, partial or full) within the band.
+    """Write the state of each tile of queries and keys: hidden, partial or full.
 
     States are int8 ``[b, h, tile rows, columns]``. ``planes`` is 1 if all heads have the same mask,
     otherwise the number of heads. Pairs past the last query or key are ignored. For a cache, ``lengths``
-    holds the key counts of sequences, each at most ``t``.
+    holds the number of keys of each sequence, at most ``t``.
     """
     chunks = tl.cdiv(columns, EACH)
     pid, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * EACH
@@ -122,8 +123,9 @@ def list_tiles(
 ):  # fmt: skip
     """Write the list of key tiles that each block of queries visits, int32 ``[b, h, blocks, HEADER + room]``.
 
-    ``BY_KEYS``: list the query tiles that each block of keys visits instead, one head of the group after
-    the other. Tile ``n`` of head ``m`` has the number ``m * (room // GROUP) + n``.
+    ``room`` is the most tiles that a list can hold. ``BY_KEYS``: list the query tiles that each block of keys
+    visits instead, for one query head of the group after another. Tile ``n`` of head ``m`` in the group has
+    the number ``m * (room // GROUP) + n``.
     """
     if BY_KEYS:
         OWN: tl.constexpr = BLOCK_N
@@ -182,7 +184,7 @@ def list_tiles(
             before += tl.sum(tl.where(is_cut & (whole + wholes == 0), 1, 0), 0)
             cut += tl.sum(is_cut.to(tl.int32), 0)
             whole += tl.sum(is_whole.to(tl.int32), 0)
-    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # for kernels that always visit at least one tile
+    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # some kernels always read one entry
     tl.store(line, before)
     tl.store(line + 1, cut)
     tl.store(line + 2, whole)

@@ -1,4 +1,4 @@
-"""Helpers of the paged kernels: claim a split of a sequence, look up pages, and compute token offsets."""
+"""Functions for kernels over a paged cache: claim a split of a sequence, look up pages, locate tokens."""
 
 import triton
 import triton.language as tl
@@ -6,17 +6,17 @@ import triton.language as tl
 from .tile import Work, owner, tokens_of
 
 LAST: tl.constexpr = tl.constexpr(2147483647)  # the end of a split that extends to the end of its sequence
-FEW: tl.constexpr = tl.constexpr(4)  # up to this many pages per tile, page numbers are read as scalars
-ENTRY: tl.constexpr = tl.constexpr(8)  # int32 numbers per slot of a schedule
+FEW: tl.constexpr = tl.constexpr(4)  # tiles with at most this many pages read page numbers as scalars
+ENTRY: tl.constexpr = tl.constexpr(8)  # int32 numbers per slot (place for one split) of a schedule
 
 
 @triton.jit
 def entry_of(table_ptr, n, end, PAGE: tl.constexpr):
     """Load the page-table entry of token ``n``, or of token ``end - 1`` if that is less, in two halves.
 
-    Triton copies int32 loads to shared memory asynchronously and then waits for all loads in flight, in
-    every tile. Asynchronous copies have at least 4 bytes, so two 16-bit loads avoid this. ``PAGE = 0``
-    means a contiguous cache, in which one entry covers the whole row.
+    Triton would copy an int32 entry to shared memory asynchronously, and in every tile wait for all loads in
+    flight. Asynchronous copies have at least 4 bytes, so two 16-bit loads avoid this. ``PAGE = 0`` means a
+    contiguous cache, in which each sequence has one entry.
     """
     n = tl.maximum(tl.minimum(n, end - 1), 0)
     half = table_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * (n // PAGE if PAGE else n * 0)
@@ -37,15 +37,15 @@ def pages_of(PAGE, BLOCK):
 
 @triton.jit
 def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offset in its page of token ``n``, the first token of a tile."""
+    """Return the position within its page of token ``n``, the first token of a tile."""
     return 0 if PAGE == 0 or BLOCK % PAGE == 0 else n % PAGE
 
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the page-table entries of the tile from token ``n`` on.
+    """Load the page-table entries of the tile that begins at token ``n``.
 
-    Tiles with few pages get one scalar entry per page, other tiles one tensor with an entry per token.
+    If the tile has few pages, return one scalar entry per page; otherwise a tensor with an entry per token.
     """
     FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW
     entries = (entry_of(table_ptr, n if FEW_PAGES else n + tl.arange(0, BLOCK), end, PAGE),)
@@ -57,9 +57,9 @@ def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_named(entry, pages):
-    """Return the page number of an entry, clamped to the existing pages.
+    """Return the page number in a page-table entry, clamped to the existing pages.
 
-    Call this one tile after the entry was loaded, because the first computation with an entry waits for it.
+    Call this one tile after the entry was loaded, because the first computation with it waits for the load.
     """
     low, high = entry
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
@@ -68,7 +68,7 @@ def page_named(entry, pages):
 
 @triton.jit
 def page_in(entries, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page of the tile from token ``n`` on, or the page of each of its tokens."""
+    """Return the page of the tile that begins at token ``n``, or a tensor with the page of each token."""
     page, token = page_named(entries[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
     for p in tl.static_range(1, len(entries)):
         page = tl.where(token < p * PAGE, page, page_named(entries[p], pages))
@@ -88,9 +88,9 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def splits_of_long(schedule_ptr, sequence, batch, long_splits):
-    """Return the number of splits per block of a long sequence, at most ``long_splits``.
+    """Return the number of splits for each block of rows of a long packed sequence, at most ``long_splits``.
 
-    The tokens after the last sequence have no keys, and therefore one split.
+    The tokens after the last packed sequence have no keys, so they get one split.
     """
     return tl.minimum(
         tl.load(schedule_ptr + sequence * ENTRY + 6, mask=sequence < batch, other=1), long_splits
@@ -114,16 +114,18 @@ def claimed(
     schedule_ptr, cu_q_ptr, slots, batch, group, s, long, long_splits,
     SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return the work of a program, the number of splits, and the number of its split.
+    """Return the work of a program, the number of splits of its sequence, and the index of its split.
 
-    The work is one block of query rows, ``group`` rows per query token, and the key tokens of one split;
-    its sequence is -1 if there is nothing to do. The split's number is -1 if the schedule has already set
-    its tokens.
+    The work is a block of query rows (``group`` rows per query token) and the key tokens of one split. The
+    sequence is -1 if the program has nothing to do. The index is -1 if the schedule has set the tokens.
 
-    Each slot of a schedule holds a split or -1. With packed sequences, one more slot takes the tokens after
-    the last sequence. A packed sequence is long if its rows do not fit into the blocks of one slot. Blocks
-    of long sequences have ``long`` further slots for their first splits, then ``long`` slots for their
-    second splits, and so on.
+    A slot of a schedule is a place for one split; it is -1 if it is empty. A packed sequence is long if its
+    rows do not fit into the blocks of one slot. Packed sequences use these slots, in this order:
+
+    - the ``slots`` slots of the schedule,
+    - one slot for the tokens after the last sequence,
+    - ``long`` slots for the first splits of all blocks of long sequences,
+    - ``long`` slots for their second splits, and so on.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     pid = tl.program_id(0)

@@ -1,8 +1,8 @@
 """Exchange of queries and results between GPUs of one host: ranks write into each other's memory.
 
-A line holds the channels of one token and head. ``addresses`` holds the address of the same buffer in the
-memory of each rank. ``EARLY``: launched with PDL (programmatic dependent launch), so wait for the preceding
-kernel before reading, and let the next one start.
+A line holds the channels of one token and head. ``addresses`` is a tensor with one address per rank, where
+that rank's copy of a buffer lies. ``EARLY``: launched with PDL (programmatic dependent launch), so wait for
+the preceding kernel before reading, and let the next one start.
 """
 
 import triton
@@ -18,7 +18,7 @@ ADDRESSES = (*COUNTS, "lines", "rank", "lse_at", "all_heads")
 
 @triton.jit
 def place_of(addresses_ptr, rank, dtype: tl.constexpr, offset):
-    """Return a pointer into a rank's memory; the address is a multiple of 16 bytes."""
+    """Return a pointer into the buffer of a rank; the address is a multiple of 16 bytes."""
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
 
 
@@ -27,7 +27,7 @@ def send_queries(
     q_ptr, addresses_ptr, lines, rank,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's queries to all ranks, as ``[lines, RANKS, WIDTH]``.
+    """Write this rank's queries into the buffers of all ranks, ``[lines, RANKS, WIDTH]``.
 
     A line holds the queries of one KV head and token.
     """
@@ -48,11 +48,11 @@ def send_results(
     RANKS: tl.constexpr, OWN: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write outputs to other ranks, as ``[RANKS, lines, E]``, and their LSEs from ``lse_at`` on.
+    """Write this rank's outputs into the buffers of all ranks, ``[RANKS, lines, E]``, with their LSEs.
 
-    ``OWN``: each rank has its own ``heads`` of ``all_heads``, ``group`` of them for each KV head, and
-    receives the results of its own queries. The heads of a KV head are adjacent. Otherwise, all ranks have
-    the same heads and receive all results.
+    The LSEs begin at byte ``lse_at`` of a buffer. ``OWN``: each rank has ``heads`` query heads of
+    ``all_heads``, ``group`` of them per KV head, and receives only the results of its own heads; the query
+    heads of a KV head are adjacent. Otherwise, all ranks have the same heads and receive all results.
     """
     if EARLY:
         gdc_wait()
@@ -76,7 +76,7 @@ def join_results(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, lines, heads, s,
     RANKS: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the results of all ranks, ``[RANKS, lines, E]``, in rank order."""
+    """Merge the results received from all ranks, ``[RANKS, lines, E]``, in the order of ranks."""
     line, c = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, E_MAIN)
     token, head, valid = line // heads, line % heads, line < lines
     there = valid[:, None] & (c < E)[None, :]

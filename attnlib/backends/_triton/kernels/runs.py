@@ -1,8 +1,8 @@
-"""Block sparsity in decoding: runs of adjacent tiles with the same state.
+"""Block sparsity in decoding: runs of adjacent tiles that are all hidden, all partial or all full.
 
-If a mask function hides tiles of a cache, each program lists its own runs, because only the schedule on the
-device knows which tokens the program reads. Within a run tiles are adjacent, so their loads do not wait for
-a list.
+If a mask function hides parts of a cache, each program lists the runs among its own tokens, because only the
+schedule on the device knows which tokens a program reads. The tiles of a run are adjacent, so that loading
+them does not wait for an entry of a list.
 """
 
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
 CUT: tl.constexpr = tl.constexpr(1)  # a partial tile: some pairs are visible
 # A run is encoded as `first tile * KINDS + kind`.
 KINDS: tl.constexpr = tl.constexpr(4)
-CHUNK: tl.constexpr = tl.constexpr(128)  # tiles classified per step
-LINES: tl.constexpr = tl.constexpr(4)  # rows of states read at once
+CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are classified at a time
+LINES: tl.constexpr = tl.constexpr(4)  # rows of the tensor of tile states that are read at a time
 
 
 class States(NamedTuple):
-    """The states of tiles, and a buffer for the runs of each block of rows.
+    """The states of tiles (hidden, partial or full), and a buffer for the runs of each block of rows.
 
-    ``planes`` is the number of heads with different masks, ``columns`` the number of tiles per row, and
-    ``room`` the capacity for runs. Each of ``batch`` sequences has ``s`` queries (packed: all together),
-    and each query has ``group`` rows.
+    ``planes`` is the number of heads with different masks, ``columns`` the number of tiles per row of states,
+    and ``room`` the number of runs that fit per block. Each of ``batch`` sequences has ``s`` queries (if
+    packed, ``s`` is their total), and each query has ``group`` rows, one per query head of its KV head.
     """
 
     ptr: tl.tensor
@@ -41,8 +41,9 @@ class States(NamedTuple):
 class BlockSizes(NamedTuple):
     """The tile sizes of decoding with block sparsity.
 
-    ``M`` rows and ``N`` keys are a tile of the kernel; ``GRAIN_M`` queries and ``GRAIN`` keys are a tile
-    with a state. ``KV_HEADS`` and ``PACKED`` serve to number the blocks.
+    A tile of the kernel has ``M`` rows and ``N`` keys. The states of the mask belong to other
+    tiles, of ``GRAIN_M`` queries and ``GRAIN`` keys. ``KV_HEADS`` and ``PACKED`` serve to number the blocks
+    of rows.
     """
 
     M: tl.constexpr
@@ -54,9 +55,9 @@ class BlockSizes(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The states of some rows of tiles: ``rows`` rows in each of ``heads`` heads.
+    """Tile states that concern one block of queries: ``rows`` rows of tiles in each of ``heads`` heads.
 
-    The next head begins ``stride_heads`` rows later.
+    The rows of the next head begin ``stride_heads`` rows later.
     """
 
     ptr: tl.tensor
@@ -67,9 +68,9 @@ class Lines(NamedTuple):
 
 
 class SplitTokens(NamedTuple):
-    """The tokens ``[low, high)`` of a split.
+    """The tokens ``[low, high)`` that one split of a sequence reads.
 
-    All queries of a block see the tokens in ``[all_low, all_high)``.
+    The band lets all queries of the block see the tokens in ``[all_low, all_high)``.
     """
 
     low: tl.tensor
@@ -79,7 +80,7 @@ class SplitTokens(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """A list of ``count`` runs.
+    """A list of ``count`` runs, that is, sequences of adjacent tiles of one kind.
 
     Each entry encodes the first tile of a run and its kind (hidden, partial or full). The last run ends
     before tile ``end``.
@@ -92,9 +93,9 @@ class Runs(NamedTuple):
 
 @triton.jit
 def lines_for(x, sizes, work, first, last):
-    """Return the states for queries ``[first, last)`` of a sequence.
+    """Return the tile states for queries ``[first, last)`` of a sequence.
 
-    If heads have different masks, all heads of the group are included.
+    If heads have different masks, the states of all query heads that share the KV head are included.
     """
     rows = tl.maximum((last - 1) // sizes.GRAIN_M - first // sizes.GRAIN_M + 1, 1)
     heads, head = tl.where(x.planes > 1, x.group, 1), tl.where(x.planes > 1, work.head * x.group, 0)
@@ -106,7 +107,7 @@ def lines_for(x, sizes, work, first, last):
 
 @triton.jit
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
-    """Return the kind of tiles ``n``: hidden, partial, or full for all rows.
+    """Return the kind of the tiles with numbers ``n``: hidden, partial, or full for all rows of the block.
 
     Tiles outside the split's tokens count as hidden.
     """
@@ -132,9 +133,9 @@ def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
 
 @triton.jit
 def list_runs(x, sizes, work, first, last, tokens):
-    """List the runs of a split's tiles for a block of rows with queries ``[first, last)``.
+    """List the runs of tiles that one split reads for queries ``[first, last)``.
 
-    Other splits of the block have other tiles, and write their runs to other parts of the buffer.
+    Other splits of the same queries read other tiles, and write their runs to other parts of the buffer.
     """
     line = (work.plane * sizes.KV_HEADS + work.head) * lines_of(x.s * x.group, x.batch, sizes.M, sizes.PACKED)
     line += slot_of(work.row * x.group, work.sequence, work.start, sizes.M, sizes.PACKED)
@@ -150,16 +151,16 @@ def list_runs(x, sizes, work, first, last, tokens):
         begins = (n < end) & (kind != kinds_of(n - 1, lines, tokens, sizes.N, sizes.GRAIN))
         tl.store(runs + count + tl.cumsum(begins.to(tl.int32), 0) - 1, n * KINDS + kind, mask=begins)
         count += tl.sum(begins.to(tl.int32), 0)
-    tl.debug_barrier()  # all warps read what some warps wrote
+    tl.debug_barrier()  # some warps wrote the runs that all warps read
     return Runs(runs, count, end)
 
 
 @triton.jit
 def run_at(r, runs, N: tl.constexpr, EDGE: tl.constexpr):
-    """Return the tiles of run ``r``.
+    """Return the tiles of run ``r`` that the kernel must process.
 
-    Full runs have full tiles of ``N`` tokens, partial runs have masked tiles of ``EDGE`` tokens, and hidden
-    runs have none.
+    A full run has full tiles of ``N`` tokens, a partial run has masked tiles of ``EDGE`` tokens, and a hidden
+    run has none.
     """
     run = tl.load(runs.ptr + r)
     following = tl.load(runs.ptr + r + 1, mask=r + 1 < runs.count, other=runs.end * KINDS)

@@ -1,4 +1,4 @@
-"""Scores, probabilities and dropout of a tile.
+"""Scores, probabilities and dropout for a tile of queries and keys.
 
 Scores are in log2 units: a probability is ``exp2(score * unit - lse2)``.
 """
@@ -13,7 +13,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Modifiers(NamedTuple):
-    """The score options: scale, softcap and the head's ALiBi slope in log2 units.
+    """The options that change scores: scale, softcap and the head's ALiBi slope in log2 units.
 
     ``softcap`` and ``slope`` may be None. ``slope`` is a scalar or has one value per row.
     """
@@ -36,7 +36,7 @@ def load_slope(slopes_ptr, stride, sequence, head, batch):
 
 @triton.jit
 def descaled(x, ptr, at, sequence, batch):
-    """Multiply ``x`` by the descale of a head, if descales are given.
+    """Multiply ``x`` by the descale (the scale of fp8 tensors) of a sequence and head, if there are descales.
 
     For the tokens after the last packed sequence, the descale is 1.
     """
@@ -61,7 +61,7 @@ def tanh(x):
 
 @triton.jit
 def unit_of(modifiers):
-    """Return the factor of scores in ``exp2``.
+    """Return the factor by which scores are multiplied before ``exp2``.
 
     With softcap or ALiBi, :func:`modify` returns scores in log2 units, and the factor is 1. Otherwise it
     returns raw products, and the factor is ``scale * log2(e)``.
@@ -89,9 +89,9 @@ def modify(s, modifiers, i, j):
 
 
 class PairIndices(NamedTuple):
-    """The indices of a tile that mask and score functions receive.
+    """The indices that mask and score functions receive for the query-key pairs of a tile.
 
-    If the call is a chunk of a larger call, the indices count from the start of the whole call.
+    If the call is one chunk of a larger call, the indices count from the start of the larger one.
     """
 
     b: tl.tensor
@@ -103,7 +103,7 @@ class PairIndices(NamedTuple):
 
 @triton.jit
 def placed(origin, sequence, head, i, j, first):
-    """Convert the indices of a tile in a chunk to indices in the whole call.
+    """Convert indices within a chunk of a larger call to indices within that larger call.
 
     ``first`` is the index of the sequence's first query.
     """
@@ -113,13 +113,13 @@ def placed(origin, sequence, head, i, j, first):
 
 @triton.jit
 def natural(s, modifiers):
-    """Convert scores of :func:`modify` to natural units, the input of score functions."""
+    """Convert scores of :func:`modify` from log2 to natural units, which score functions take."""
     return s * (unit_of(modifiers) * LN2)
 
 
 @triton.jit
 def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
-    """Apply a score function to scores of :func:`modify` and return log2 units.
+    """Apply a score function to scores of :func:`modify`, and return the new scores in log2 units.
 
     Without a function, return the scores unchanged.
     """
@@ -132,7 +132,7 @@ def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
 
 @triton.jit
 def unit_behind(modifiers, SCORE: tl.constexpr):
-    """Return the factor that scores of :func:`changed` need in ``exp2``."""
+    """Return the factor by which scores of :func:`changed` are multiplied before ``exp2``."""
     return unit_of(modifiers) if SCORE is None else 1.0
 
 
@@ -142,8 +142,8 @@ def unchanged(
 ):
     """Return the gradient of a score function's input, given the gradient ``ds`` of its output.
 
-    The gradient is 0 for pairs that are not ``seen`` (a tile of bools, or True). If ``grads`` are given,
-    add the gradients of the captured tensors to them.
+    The gradient is 0 for hidden pairs of query and key; ``seen`` is a tile of bools, or True. If ``grads``
+    are given, the gradients of the tensors that the function captures are added to them.
     """
     if DERIVATIVE is None:
         return ds
@@ -158,7 +158,7 @@ def unchanged(
 
 @triton.jit
 def online_softmax(m_i, s, unit):
-    """Return the new running maximum, the tile's probabilities, and the factor for the sums so far."""
+    """Return the new running maximum, the probabilities of a tile, and the factor for all earlier sums."""
     m_new = tl.maximum(m_i, tl.max(s, 1))
     # Until a row sees a key, its maximum is -inf, and subtracting that would give NaN.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -171,9 +171,9 @@ def online_softmax(m_i, s, unit):
 def dropout_keep(seed, threshold, origin, sequence, head, i, j0, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
     """Return the dropout mask of a tile: True if a pair's random bits reach the threshold.
 
-    The bits are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, with indices in the whole call if this
-    call is a chunk. Four keys share one Philox result. In a ``WHOLE`` call these keys are adjacent in a
-    tile; in a chunk, each key computes the result again.
+    The bits are Philox-4x32-10 of ``(j // 4, i, head, sequence)``. If this call is a chunk of a larger call,
+    these indices count from the start of the larger one. Four keys share one Philox result. If the call is
+    not a chunk (``WHOLE``), the four are adjacent in a tile; in a chunk, each key computes the result again.
     """
     STEP: tl.constexpr = 4 if WHOLE else 1
     keys = (origin.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros(

@@ -1,6 +1,6 @@
-"""Split-KV: ``schedule`` cuts sequences into splits of about equal length, and ``combine`` merges results.
+"""Split-KV decoding: cut sequences into splits of about equal length, and merge the results of the splits.
 
-One schedule serves all layers of a step.
+The kernel ``schedule`` cuts, once for all layers of a decode step; the kernel ``combine`` merges.
 """
 
 import triton
@@ -14,10 +14,10 @@ from .tile import COUNTS, owner, tokens_of
 
 @triton.jit
 def shares(l_i, m_i, lse2):
-    """Return the factors of the old sums and of one more result or sink, and the new sum and maximum.
+    """Return the factors that merge one more result, or a sink, into sums, and the new sum and maximum.
 
-    ``l_i`` is a sum of exponentials relative to the maximum ``m_i`` (log2 units). The explicit fused
-    multiply-adds fix the rounding, so that it is the same in all kernels.
+    The first factor is for the old sums, the second for the result. ``l_i`` is a sum of exponentials relative
+    to the maximum ``m_i`` (log2 units). Explicit fused multiply-adds make all kernels round alike.
     """
     m_new = tl.maximum(m_i, lse2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -41,15 +41,15 @@ def combine(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
     TOGETHER: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of ``ROWS`` query rows and ``WIDTH`` channels.
+    """Merge the partial results of all splits; a program merges ``ROWS`` query rows and ``WIDTH`` channels.
 
-    The order depends only on the splits. Splits of a fixed size are merged one by one, so that splits
-    without a visible key change no bit. ``EARLY``: launched with PDL (programmatic dependent launch), so
-    wait for the decode kernel before reading its partial results.
+    The order of merging depends only on the splits. Splits of a fixed size (``SPLIT_SIZE``) are merged one by
+    one, so that a split without a visible key changes no bit. ``EARLY``: launched with PDL (programmatic
+    dependent launch), so wait for the decode kernel before reading its partial results.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
-    after = sequence - batch  # 0 or more: a block of a long sequence
+    after = sequence - batch  # if not negative, this is a block of a long sequence
     schedule_ptr += schedule_offset
     item = schedule_ptr + sequence * ENTRY  # slot `n` also describes sequence `n`
     slot, splits = tl.load(item + 4, mask=after < 0, other=0), tl.load(item + 5, mask=after < 0, other=0)
@@ -96,7 +96,7 @@ def combine(
                     mask=there[:, :, None],
                     other=0.0,
                 )
-                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # independent loads
+                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))
                 m_new = tl.maximum(m_i, tl.max(lse2, 1))
                 safe = tl.where(m_new == float("-inf"), 0.0, m_new)
                 weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
@@ -121,11 +121,11 @@ def schedule(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, FINEST: tl.constexpr,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write schedules that cut sequences into splits.
+    """Write schedules that cut the sequences of a batch into splits.
 
-    The first schedule is for ``capacity`` programs, the next one for half as many, and so on. Each slot has
-    ``ENTRY`` int32 numbers. The first four describe a split, the next three the sequence ``n`` in slot
-    ``n``:
+    The first schedule is for ``capacity`` programs, the next one for half as many, and so on. A schedule
+    consists of slots of ``ENTRY`` int32 numbers. In slot ``n``, the first four numbers describe a split, and
+    the next three describe sequence ``n``:
 
         0       sequence, or -1 if the slot is empty
         1, 2    begin and end of the split, in tokens
@@ -134,8 +134,10 @@ def schedule(
         5       number of splits of sequence ``n``
         6       number of splits per block of rows, if sequence ``n`` is long
 
-    Long sequences have at least as many splits per block as other sequences of their length. A split of
-    theirs has at most ``LARGEST`` tokens and at least ``SMALLEST``, which has priority.
+    A packed sequence is long if its rows do not fit into the blocks of one slot. A long sequence has at least
+    as many splits per block as another sequence of the same length. Its splits have at most ``LARGEST`` and
+    at least ``SMALLEST`` tokens; if it cannot satisfy both, ``SMALLEST``
+    decides.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)

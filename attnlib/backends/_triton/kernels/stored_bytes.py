@@ -1,4 +1,4 @@
-"""Conversion of int8 and fp8 cache values to fp16, which is exact, for matrix products with queries."""
+"""Convert the values of an int8 or fp8 cache to fp16, without error, for matrix products."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from .tile import ChannelBlocks
 
 
 class QueryFactors(NamedTuple):
-    """The query rows and their tail.
+    """Query rows as operands of matrix products; ``tail`` holds the channels after the first block.
 
-    If keys are read in pairs, ``main`` holds the even channels and ``odd`` the odd ones.
+    If keys are loaded as pairs of bytes, ``main`` holds the even channels and ``odd`` the odd ones.
     """
 
     main: tl.tensor
@@ -34,11 +34,11 @@ FROM_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b16 low, high;
 
 @triton.jit
 def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr):
-    """Convert stored values to ``dtype``, exactly.
+    """Convert values of the cache to ``dtype``, without error.
 
     ``NATIVE``: convert int8 and e4m3 to fp16 with NVIDIA instructions. ``STAYS``: convert before the tile
-    passes through shared memory. Otherwise Triton moves the bytes through shared memory, and has to read a
-    transposed factor byte by byte.
+    passes through shared memory. Otherwise Triton moves bytes through shared memory; if the product needs the
+    tile transposed, it must read them one by one.
     """
     if NATIVE and dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
         ASSEMBLY: tl.constexpr = FROM_INT8 if x.dtype == tl.int8 else FROM_E4M3
@@ -63,9 +63,10 @@ BOTH_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b32 sorted; .reg .b16 low, hig
 
 @triton.jit
 def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
-    """Convert int16 pairs to two fp16 tiles: first bytes (even channels) and second bytes (odd channels).
+    """Unpack pairs of int8 or fp8 values into two fp16 tiles, one of even and one of odd channels.
 
-    Pairs are loaded and moved like any 16-bit tile, and unpacked in registers just before the product.
+    Pairs are loaded and moved as int16, like any 16-bit tile, and unpacked in registers just before the
+    product.
     """
     if NATIVE:
         ASSEMBLY: tl.constexpr = BOTH_INT8 if stored == tl.int8 else BOTH_E4M3
@@ -79,13 +80,13 @@ def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def pairs_at(ptr):
-    """Cast a pointer to bytes to a pointer to pairs of bytes, int16."""
+    """Cast a pointer to bytes to an int16 pointer, through which bytes are loaded in pairs."""
     return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def halved(queries):
-    """Divide queries into even and odd channels, for keys that are read in pairs."""
+    """Divide queries into even and odd channels, to match keys that are loaded as pairs of bytes."""
     main = queries.main.reshape(queries.main.shape[0], queries.main.shape[1] // 2, 2)
     even, odd = tl.split(main)
     return QueryFactors(even, odd, queries.tail)
@@ -93,11 +94,11 @@ def halved(queries):
 
 @triton.jit
 def in_range(queries, of_tail: tl.constexpr):
-    """Convert queries to fp16 and return them with the factors that undo their scaling.
+    """Scale queries into the range of fp16, and return them with the factors that undo the scaling.
 
-    Each row is scaled by a power of two that brings it below 4, because fp16 has a small range. The factor
-    that undoes this is 0 if a row has only zeros and subnormal numbers. The tail of a latent key is not
-    quantized, so the query's tail gets its dtype, ``of_tail``.
+    Each row is scaled by a power of two that brings it below 4. The factor that undoes this is 0 if a row has
+    only zeros and subnormal numbers. The tail of an MLA cache's key (its rotary channels) is not quantized,
+    so the tail of the query gets the same dtype, ``of_tail``.
     """
     q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
     CHANNELS: tl.constexpr = len(q.shape) - 1
@@ -111,11 +112,11 @@ def in_range(queries, of_tail: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """Split a scale into a power of two and a rest; return ``exponent, 1 / power, rest``.
+    """Split a scale into a power of two and a remaining factor; return ``exponent, 1 / power, rest``.
 
-    The exponent is at least -40. Add it to the scores, and the probabilities are multiplied by the power.
-    They still do not exceed 1, whatever the scales, since the largest score is subtracted. Multiply by
-    ``1 / power`` to undo this. The rest is less than 2 if the scale is finite.
+    The caller adds the exponent, which is at least -40, to the scores. This multiplies the probabilities by
+    the power, but they never exceed 1, since the largest score is subtracted. ``1 / power`` undoes the
+    multiplication. The remaining factor ``rest`` is less than 2 if the scale is finite.
     """
     exponent = tl.minimum(tl.maximum((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF, 87), 253)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

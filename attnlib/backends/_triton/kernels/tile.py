@@ -1,4 +1,4 @@
-"""The work of a program: which rows it computes, and how it loads, multiplies and stores their tiles."""
+"""Assign rows of the output to the programs of a kernel; load, multiply and store tiles of rows."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ import triton.language as tl
 
 from .band import MASK_FIELDS
 
-# Kernel parameters that Triton must not specialize on: divisible values would not give faster code, only
-# another compilation.
+# Kernel parameters that Triton must not specialize on. Otherwise it would compile a kernel again for values
+# with another divisibility, and the code would not be faster.
 COUNTS = (
     *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls",
     "stride_table", "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages",
@@ -18,9 +18,9 @@ COUNTS = (
 
 
 class Channels(NamedTuple):
-    """The channel count of a row, and the widths of its two channel blocks.
+    """The number of channels of a head, and the widths of the two blocks that they are divided into.
 
-    The widths are powers of two. ``TAIL`` is 0 if there is no second block.
+    The widths are powers of two. ``TAIL``, the width of the second block, is 0 if one block suffices.
     """
 
     ALL: tl.constexpr
@@ -29,9 +29,9 @@ class Channels(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tensor ``[b, t, h, d]`` or ``[pages, page_size, g, d]``: pointer and strides.
+    """A tensor ``[b, t, h, d]`` or ``[pages, page_size, g, d]``, as a pointer and strides.
 
-    ``desc`` and ``tail_desc`` are TMA descriptors of its two channel blocks, or None.
+    ``desc`` and ``tail_desc`` are TMA descriptors of the first and second block of channels, or None.
     """
 
     ptr: tl.tensor | None
@@ -43,9 +43,9 @@ class Rows(NamedTuple):
 
 
 class TilePlace(NamedTuple):
-    """The start of a sequence in a tensor, for one head.
+    """The place in a tensor where one head of a sequence starts: batch index, token and head.
 
-    Packed sequences count as one sequence ``b``, and start at token ``t``.
+    Packed sequences all lie in batch entry ``b``; each starts at a token ``t`` of its own.
     """
 
     b: tl.tensor
@@ -65,9 +65,9 @@ class ChannelBlocks(NamedTuple):
 
 @triton.jit
 def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """Load ``COLUMNS`` columns of the rows at ``ptr + at``, with zeros beyond ``WIDTH``.
+    """Load ``COLUMNS`` columns of the rows at ``ptr + at``; columns from ``WIDTH`` on become zeros.
 
-    If ``MASKED``, rows that are not ``valid`` are zeros too.
+    If ``MASKED``, rows that are not ``valid`` become zeros too.
     """
     columns = tl.arange(0, COLUMNS)
     rows = valid[:, None] if MASKED else True
@@ -77,7 +77,7 @@ def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MAS
 
 @triton.jit
 def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
-    """Return a base pointer and the offsets of the ``ROWS`` rows from row ``n`` on.
+    """Return a base pointer, and the offsets from it of ``ROWS`` rows that begin with row ``n``.
 
     ``ANEW``: recompute the offsets in each tile, so that they occupy no registers between tiles.
     """
@@ -91,7 +91,7 @@ def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
 
 @triton.jit
 def factor_of(x):
-    """Convert e4m3 to fp16, which is exact, because products do not take e4m3. Keep other dtypes."""
+    """Convert e4m3 to fp16 without error, since the matrix products here take no e4m3; keep other dtypes."""
     return x.to(tl.float16) if x.dtype == tl.float8e4nv else x
 
 
@@ -100,7 +100,7 @@ def load_block(
     x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr,
     ANEW: tl.constexpr,
 ):  # fmt: skip
-    """Load the first or the ``SECOND`` channel block of a tile; see :func:`load_tile`."""
+    """Load one of the two channel blocks of a tile of rows; see :func:`load_tile`."""
     FIRST: tl.constexpr = channels.MAIN if SECOND else 0
     COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN
     if BY_DESC:  # descriptor addresses take no registers
@@ -117,8 +117,8 @@ def load_tile(
 ):
     """Load a tile of rows, from row ``n`` on.
 
-    If ``MASKED``, rows that are not ``valid`` are zeros. Descriptors return zeros only outside the tensor,
-    so masked tiles use pointers if ``HOLES``, that is, if invalid rows may lie inside the tensor.
+    If ``MASKED``, rows that are not ``valid`` become zeros. TMA descriptors return zeros only outside the
+    tensor. If invalid rows may lie inside it (``HOLES``), masked tiles are therefore loaded by pointers.
     """
     BY_DESC: tl.constexpr = x.desc is not None and not (MASKED and HOLES)
     main = load_block(x, place, n, valid, channels, False, MASKED, BY_DESC, ANEW)
@@ -129,7 +129,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(x, place, n, valid, tile, factor, seen, channels):
-    """Write ``tile * factor`` to the valid rows from row ``n`` on, with zeros if not ``seen``."""
+    """Write ``tile * factor`` to the valid rows from row ``n`` on; rows that are not ``seen`` get zeros."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):
         block = tl.where(seen, (tile.tail if SECOND else tile.main) * factor, 0.0)
         columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
@@ -140,14 +140,14 @@ def store_tile(x, place, n, valid, tile, factor, seen, channels):
 
 @triton.jit
 def zeros(channels, ROWS: tl.constexpr):
-    """Return an fp32 accumulator for :func:`add_products`."""
+    """Return an fp32 tile of zeros to which :func:`add_products` can add."""
     main = tl.zeros([ROWS, channels.MAIN], tl.float32)
     return ChannelBlocks(main, tl.zeros([ROWS, channels.TAIL], tl.float32) if channels.TAIL else main)
 
 
 @triton.jit
 def products(x, y, channels, PRECISION: tl.constexpr):
-    """Return ``x @ y.T`` for two tiles."""
+    """Return the matrix product ``x @ y.T`` of two tiles of rows, over all channels."""
     s = tl.dot(x.main, y.main.T, input_precision=PRECISION)
     if channels.TAIL:
         s = tl.dot(x.tail, y.tail.T, s, input_precision=PRECISION)
@@ -156,7 +156,7 @@ def products(x, y, channels, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_products(sums, x, y, channels, PRECISION: tl.constexpr):
-    """Return ``sums + x @ y`` for a matrix ``x`` and a tile ``y``."""
+    """Return ``sums + x @ y`` for a matrix ``x`` and a tile ``y`` with one or two channel blocks."""
     main, tail = tl.dot(x.to(y.main.dtype), y.main, sums.main, input_precision=PRECISION), sums.tail
     if channels.TAIL:
         tail = tl.dot(x.to(y.tail.dtype), y.tail, sums.tail, input_precision=PRECISION)
@@ -181,10 +181,10 @@ def tokens_of(cu_ptr, n, batch, total):
 
 @triton.jit
 def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
-    """Return the number of the first block of packed sequence ``n``, with ``group`` rows per token.
+    """Return the number of the first block of rows of packed sequence ``n``; tokens have ``group`` rows each.
 
-    Numbers are reserved for a last, partial block of each preceding sequence. If ``LONG`` is not 0, only
-    sequences with more than ``LONG`` rows get one, so there are at most ``rows // LONG`` of them.
+    Every preceding sequence has one number reserved for a last, partial block. If ``LONG`` is not 0, only
+    sequences with more than ``LONG`` rows get this number, so at most ``rows // LONG`` are reserved.
     """
     rows = offset(cu_ptr, n, tokens) * group
     return rows // BLOCK + (tl.minimum(rows // LONG, n) if LONG else n)
@@ -196,21 +196,21 @@ def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.con
 
     See :func:`first_block` for the numbers of blocks.
     """
-    n, above = block * 0, batch + 1  # not the int 0, which would stay an int if batch = 0
+    n, above = block * 0, batch + 1  # a tensor, since the int 0 would stay an int if batch = 0
     while above - n > 1:
         middle = (n + above) // 2
         fits = first_block(cu_ptr, middle, tokens, group, BLOCK, LONG) <= block
         n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
     block = block - first_block(cu_ptr, n, tokens, group, BLOCK, LONG)
-    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # decreasing offsets: skip this block
+    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # if offsets decrease, skip this block
 
 
 class Work(NamedTuple):
-    """The work of a program: the block of rows from ``start`` on, in one head of one sequence.
+    """The work of a program: a block of queries or keys, called rows, in one head of one sequence.
 
-    The sequence has ``rows`` rows (queries or keys), which begin at ``row`` of sequence ``plane`` in the
-    tensors. ``other`` and ``others`` are the start and the number of its rows on the other side: keys if
-    the block has queries, and queries if it has keys.
+    The block begins at row ``start`` of the sequence. The sequence has ``rows`` rows, which begin at token
+    ``row`` of batch entry ``plane`` in the tensors. If the rows are queries, ``other`` and ``others`` are the
+    first token and the number of the sequence's keys; if they are keys, of its queries.
     """
 
     sequence: tl.tensor
@@ -227,11 +227,12 @@ class Work(NamedTuple):
 def locate(
     pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr
 ):
-    """Return the work of program ``pid``, for sequences of ``s`` rows, and ``t`` rows on the other side.
+    """Return the work of program ``pid``: one block of the ``s`` queries, or keys, of a sequence.
 
-    For packed sequences, ``s`` and ``t`` are totals, and sequence ``batch`` stands for the tokens after the
-    last one; it has no keys. Heads run in waves whose keys and values fit in the L2 cache. In a wave,
-    ``REVERSED`` starts the last blocks first, which see the most keys if the mask is causal.
+    ``t`` is the number of keys if the rows are queries, and of queries if they are keys. For packed sequences
+    both are totals, and sequence ``batch`` stands for the tokens after the last one; it has no keys. Heads
+    run in waves whose keys and values fit in the L2 cache. ``REVERSED``: each wave starts with its last
+    blocks, which see the most keys if the mask is causal.
     """
     PACKED: tl.constexpr = cu_ptr is not None
     pairs = heads if PACKED else batch * heads

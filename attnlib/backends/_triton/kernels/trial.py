@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def add_numbers(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.constexpr):
-    """Write ``x + read_tensors[0]``, one block of numbers per program.
+    """Write ``x + read_tensors[0]``; each program adds one block of numbers.
 
     The host passes None for ``absent_ptr``. If anything else arrives, the kernel starts at element 1 and
     the test fails.
@@ -21,7 +21,7 @@ def add_numbers(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.cons
 
 @triton.jit
 def add_tile(x_ptr, out_ptr, x_desc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write ``x`` (loaded by pointer) plus ``x`` (loaded by descriptor), one tile per program."""
+    """Load ``x`` twice, by pointer and by TMA descriptor, and write the sum; each program adds one tile."""
     first = tl.program_id(0) * BLOCK_M
     rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     at = rows[:, None] * BLOCK_N + columns[None, :]

@@ -1,9 +1,9 @@
-"""Building blocks that Gluon lacks: shared-memory buffers, barriers, and inline assembly for code order.
+"""Building blocks that Gluon lacks: rings in shared memory, barriers, and inline assembly.
 
-A named barrier (``bar.sync``, ``bar.arrive``) costs one instruction per warp. An mbarrier would first need a
-barrier of the whole warpgroup, and an elected thread. Barrier numbers below ``FIRST`` belong to Triton:
-partition ``i`` of a warp-specialized kernel uses 2 + i, unless it is a single warp, which uses none. Flags
-use 15 and the numbers below it.
+Much of the assembly only fixes the order of instructions. A named barrier (``bar.sync``, ``bar.arrive``)
+costs one instruction per warp. An mbarrier would also need a barrier of the whole warpgroup, and one elected
+thread to arrive. Named barriers have numbers: those below ``FIRST`` belong to Triton, where partition ``i``
+of a warp-specialized kernel uses 2 + i, unless it is a single warp. Flags use 15 and the numbers below it.
 
 Gluon is experimental. This module picks the names that differ between Triton versions; ``gluon_names.py``
 reports the names that the installed version lacks.
@@ -17,7 +17,7 @@ FIRST: gl.constexpr = gl.constexpr(6)
 
 
 def first_of(module, *names):
-    """Return the first attribute in ``names`` that ``module`` has; list the newest name first.
+    """Return the first attribute in ``names`` that ``module`` has; callers list the newest name first.
 
     Raises:
         AttributeError: the module has none of the names.
@@ -77,9 +77,9 @@ def _read_flag(number):
 
 @gluon.jit
 def make_flag(NUMBER: gl.constexpr):
-    """Declare the flag of warpgroup ``NUMBER``, once per kernel.
+    """Declare a flag that warpgroup ``NUMBER`` can raise and test; call this once per kernel.
 
-    The flag is a PTX register, because an element of a tensor is not a scalar that a branch can test.
+    The flag is a PTX register. A branch can test it, but not an element of a tensor, which is not a scalar.
     """
     gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -88,9 +88,9 @@ def make_flag(NUMBER: gl.constexpr):
 def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
     """Raise the warpgroup's flag if any of its ``sums`` exceeds ``LIMIT`` or is NaN; otherwise lower it.
 
-    ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. That also keeps ptxas from
-    moving the exponentials in the sums below the wait for the product that they should overlap; without the
-    barrier, it moves 12 to 66 of the 66.
+    ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. The barrier also keeps the
+    exponentials in the sums before the wait for the product that they should overlap. Without it, ptxas moves
+    12 to 66 of the 66 exponentials behind that wait.
     """
     gl.inline_asm_elementwise(
         _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -148,19 +148,19 @@ def prefetch(ptr):
 
 @gluon.jit
 def opaque(x):
-    """Return the fp32 tensor ``x`` through an opaque move, which the compiler cannot look through.
+    """Return the fp32 tensor ``x`` through a move that the compiler cannot look through.
 
-    The computation of ``x`` thus stays inside its branch.
+    This keeps the computation of ``x`` inside its branch.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def anew(number):
-    """Return an int32 through an opaque move, so that values derived from it are recomputed here.
+    """Return an int32 through an opaque move, which makes the compiler recompute values derived from it here.
 
-    Without the move, LLVM and ptxas hoist them out of the loop. Shared-memory descriptors that stay live
-    throughout a loop are spilled.
+    Without the move, LLVM and ptxas compute the values before the loop. Shared-memory descriptors that stay
+    live throughout a loop are then spilled.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -184,7 +184,7 @@ def _in_place(count):
 def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
     """Return ``acc * factor[:, None]`` as :func:`scale_rows` does, in the registers of ``acc``.
 
-    With a product in flight, ptxas then waits for it only if the warp multiplies, not if it skips.
+    If a matrix product is in flight, a warp then waits for it only if it multiplies.
     """
     return gl.inline_asm_elementwise(
         _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
@@ -196,7 +196,7 @@ def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
 def opaque_halves(x):
     """Return the 16-bit tensor ``x`` through an opaque move.
 
-    Values derived from it are not computed earlier, where they would take twice the registers.
+    This keeps the compiler from computing fp32 values from ``x`` earlier, which take twice the registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
@@ -215,7 +215,7 @@ def _unpack(name):
 
 @gluon.jit
 def halves_of(x, like):
-    """Convert fp32 to the 16-bit dtype of ``like``, packed two to a register from here on."""
+    """Convert fp32 to the 16-bit dtype of ``like`` at this point, and pack two numbers to a register."""
     NAME: gl.constexpr = "f16" if like.dtype == gl.float16 else "bf16"
     return gl.inline_asm_elementwise(_pack(NAME), "=r,r,r", [x], dtype=like.dtype, is_pure=False, pack=2)
 
@@ -224,7 +224,7 @@ def halves_of(x, like):
 def floats_of(x):
     """Convert 16-bit numbers to fp32 at this point.
 
-    The compiler cannot convert them earlier, where they would take twice the registers.
+    The compiler cannot convert them earlier, when fp32 numbers would take twice the registers.
     """
     NAME: gl.constexpr = "f16" if x.dtype == gl.float16 else "bf16"
     return gl.inline_asm_elementwise(_unpack(NAME), "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
@@ -232,18 +232,18 @@ def floats_of(x):
 
 @gluon.jit
 def opaque_words(x):
-    """Copy int32 words to registers that no product in flight reads.
+    """Copy int32 words to registers that no matrix product in flight reads.
 
-    Before it writes a register that such a product reads, ptxas waits for the product.
+    Before code writes a register that such a product reads, ptxas inserts a wait for the product.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def e4m3_in_fours(x):
-    """Convert ``[rows, n, 2, 2]`` to e4m3, packed four to an int32 word ``[rows, n]``.
+    """Convert fp32 ``[rows, n, 2, 2]`` to e4m3, and pack four numbers to an int32 word ``[rows, n]``.
 
-    One asm block converts all four, because ptxas does not merge halves that are converted separately.
+    One block of assembly converts all four, because ptxas does not merge two halves of a word.
     """
     even, odd = x.split()
     a, c = even.split()
@@ -273,8 +273,8 @@ def fours_of(words, LAYOUT: gl.constexpr):
 def add_fours(ptrs, x):
     """Add fp32 numbers to global memory, four per instruction.
 
-    Each thread must hold its numbers in contiguous groups of four. Triton's own atomic adds crash ptxas here,
-    while a product is in flight.
+    Each thread must hold its numbers in contiguous groups of four. Triton's own atomic adds are no
+    alternative: they crash ptxas if a matrix product is in flight.
     """
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
@@ -287,7 +287,7 @@ def add_fours(ptrs, x):
 def wait_for_turn(ptr, turn):
     """Spin until the int32 at ``ptr`` equals ``turn``.
 
-    The load acquires: everything that the writer wrote before is visible afterwards.
+    The load has acquire semantics: afterwards, everything that the writer wrote before is visible.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 v; "
@@ -300,7 +300,7 @@ def wait_for_turn(ptr, turn):
 def end_turn(ptr, turn):
     """Write ``turn`` to the int32 at ``ptr``, which other programs wait for.
 
-    A fence orders it after all writes of this thread, and of the threads that this one has waited for.
+    A fence orders this write after all writes of this thread, and of the threads it has waited for.
     """
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",

@@ -1,4 +1,4 @@
-"""Code that the GQA and MLA decode kernels share: splits, page-table lookups, softmax, output pointers."""
+"""Code of both Hopper decode kernels, GQA and MLA: splits, page-table lookups, softmax, output pointers."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ..band import KeyBand, key_range, origin_of
 from ..paged import tokens_of_split
 from .primitives import anew
 
-TOKENS: gl.constexpr = gl.constexpr(64)  # per tile
+TOKENS: gl.constexpr = gl.constexpr(64)  # tokens of the cache per tile
 # A row's sums are rescaled only if its maximum grows by more than this many powers of two.
 MOVED: gl.constexpr = gl.constexpr(8.0)
 
@@ -35,7 +35,7 @@ class DecodeCall(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query tensor, as a pointer and strides."""
+    """The query tensor of a decode kernel, as a pointer and strides."""
 
     q_ptr: gl.tensor
     stride_qb: gl.tensor
@@ -44,12 +44,12 @@ class QueryRows(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One split of a sequence: a block of query rows, and the tokens that they attend to.
+    """One split of a sequence: a block of query rows, and a range of the tokens that they attend to.
 
     Each query has ``group`` rows, one per query head that shares the KV head. The block begins at row
-    ``start``. The sequence has ``count`` queries, from ``row`` of the query tensor on, and is decoded in
-    ``splits`` splits. ``head`` is the index of the KV head, or of several KV heads that one program decodes
-    together.
+    ``start``. The sequence has ``count`` queries, from token ``row`` of the query tensor on, and is decoded
+    in ``splits`` splits. ``head`` is the index of the KV head, or of a set of KV heads that one program
+    decodes together.
 
     ``[begin, end)``: bounds of the visible tokens.
     ``[low, high)``: tokens that some row may see; empty if there are none.
@@ -79,14 +79,15 @@ class Split(NamedTuple):
 def split_of(
     work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr
 ):
-    """Return the split that a program decodes: a scheduled one, or the ``n``-th equal split if ``n >= 0``.
+    """Return the split that a program decodes.
 
-    Work past the last sequence of the batch gets an empty token range.
+    If ``n >= 0``, it is the ``n``-th of ``splits`` equal splits; otherwise the schedule has set its tokens.
+    Work past the last sequence of the batch gets an empty range of tokens.
     """
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
-    # Load the page-table entry in parallel with the length, not after it.
+    # Load the page-table entry before the length is known, so that both loads overlap.
     entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
@@ -135,7 +136,7 @@ class BothHalvesSums(NamedTuple):
 
 @gluon.jit
 def weighed(s, m_i, unit, AXIS: gl.constexpr):
-    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
+    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
 
     A row keeps its old maximum until a score exceeds it by more than ``MOVED`` powers of two. The sums remain
     exact, since all of them are relative to the same maximum.
@@ -146,7 +147,7 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 
 @gluon.jit
 def raised(m_i, highest):
-    """Return the maximum, raised to ``highest`` if that is much higher, and a copy with 0 for -inf."""
+    """Raise the maximum to ``highest`` if that is much higher; return it, and a copy with 0 for -inf."""
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -155,7 +156,7 @@ def raised(m_i, highest):
 class DecodeOutputs(NamedTuple):
     """The outputs of a decode kernel: pointers and strides of the output, the LSE and the partial results.
 
-    The partial results of splits have ``lines`` rows.
+    Each split of a sequence writes a partial result; ``lines`` is the number of its rows.
     """
 
     out_ptr: gl.tensor

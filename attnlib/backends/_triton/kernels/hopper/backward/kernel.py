@@ -4,9 +4,9 @@ Each program owns a block of keys: a producer warp loads one query tile after an
 warpgroups multiply. Tiles are transposed, ``[keys, queries]``. With probabilities ``P = exp(S - lse)`` and
 ``dP = v @ dout.T``, the gradient of the scores is ``dS = P * (dP - delta)``.
 
-All programs add to dq in fp32. The tiles of dq are stored in the order in which threads hold them, so that a
-warp adds 512 contiguous bytes. Adding through shared memory and TMA is slower, because the products already
-use all the bandwidth of shared memory. Causal 8k, d = 128:
+All programs add to fp32 sums of dq. In each tile of sums, elements have the order in which threads hold them
+in registers, so that a warp adds 512 contiguous bytes. Adding through shared memory and TMA is slower,
+because matrix products already use all the bandwidth of shared memory. Causal 8k, d = 128:
 
     added from registers            559 TFLOP/s
     added through shared memory     488 TFLOP/s
@@ -39,7 +39,7 @@ def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
 
 @gluon.jit
 def allocate(tile_type: gl.constexpr, sizes):
-    """Allocate the shared memory of a program."""
+    """Allocate the shared memory of a program: keys and values, rings of query tiles, and mbarriers."""
     TILES: gl.constexpr = sizes.TILES
     SLOTS: gl.constexpr = sizes.SLOTS
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
@@ -55,9 +55,7 @@ def allocate(tile_type: gl.constexpr, sizes):
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
     keys_full = barriers(1)
-    turn = (
-        keys_full  # not a new barrier: Triton reuses the memory of an unused barrier, yet initializes it late
-    )
+    turn = keys_full  # not a new barrier: Triton reuses an unused barrier's memory, but initializes it late
     if sizes.AFTER:
         turn = barriers(1)
     shared = BackwardShared(
@@ -88,8 +86,8 @@ def backward(
     Each head has ``dq_tiles`` tiles of sums. With programmatic dependent launch, a program starts before its
     inputs are written, waits for them, and then lets programs of the next kernel start.
 
-    To add in a fixed order (``AFTER``), programs draw their work from a counter that lies behind the
-    ``sums``. The counter is followed by an int32 for each tile, by which programs take turns.
+    To add in a fixed order (``AFTER``), programs draw their work from a counter in memory after the ``sums``.
+    The counter is followed by an int32 for each tile, which tells programs whose turn it is to add.
     """
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None

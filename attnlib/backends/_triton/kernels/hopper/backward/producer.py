@@ -53,6 +53,7 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)
         step = next_step(step, job, call, sizes)
-    # Wait until the last slots are released: a named barrier left half full hangs the next program.
+    # Wait until the last slots are released. A named barrier at which some threads have not arrived
+    # would hang the next program.
     for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):
         barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)

@@ -1,7 +1,7 @@
 """Epilogue of the Hopper backward: write dk and dv through shared memory, and add dq to fp32 sums.
 
-The sums are stored in tiles, in the order in which threads hold them. A second kernel, ``finish_queries``,
-converts them to dq.
+In each tile of sums, elements have the order in which threads hold them in registers. A second kernel,
+``finish_queries``, converts the sums to dq.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .shared import KEYS
 
 
 class Gradient(NamedTuple):
-    """The gradient of keys or values: TMA descriptors, a pointer and strides."""
+    """The tensor for the gradient of keys or values, as TMA descriptors, a pointer and strides."""
 
     desc: gl.tensor
     tail_desc: gl.tensor
@@ -39,7 +39,7 @@ class GradientOutputs(NamedTuple):
 
 @gluon.jit
 def as_held(x):
-    """Flatten a product ``[64, n]`` in the order in which threads hold it.
+    """Flatten a matrix product ``[64, n]`` into the order in which threads hold it in registers.
 
     The first 16 bytes of each of the 128 threads come first, then the next 16 bytes of each.
     """
@@ -50,7 +50,7 @@ def as_held(x):
 
 @gluon.jit
 def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared, sizes):
-    """Add a consumer's part of dq to the sums of a tile, for the channel block that begins at ``first``."""
+    """Add a consumer's part of a dq tile to its fp32 sums; the part's channels begin at ``first``."""
     SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
     TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
     held = as_held(dq)
@@ -65,8 +65,8 @@ def put(
 ):  # fmt: skip
     """Write the gradient of the ``number``-th key tile, times ``factor``, by way of shared memory.
 
-    The tile has the channels from ``first`` on, of ``WIDTH`` channels in all. Rows past the end of the
-    sequence are not written: in a packed tensor they belong to the next sequence.
+    The tile has the channels from ``first`` on, out of ``WIDTH`` channels. Rows past the end of the sequence
+    are not written, since in a packed tensor they belong to the next one.
     """
     start = job.start + number * KEYS
     j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
@@ -101,7 +101,7 @@ def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared
 
 @triton.jit
 def load_share(ptr, COLUMNS: tl.constexpr):
-    """Load a product ``[64, COLUMNS]`` that :func:`as_held` has flattened."""
+    """Load a matrix product ``[64, COLUMNS]`` that :func:`as_held` has flattened."""
     held = tl.load(ptr + tl.arange(0, 64 * COLUMNS)).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
     return held.permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
 
@@ -113,7 +113,8 @@ def store_block(
 ):  # fmt: skip
     """Write the ``WIDTH`` channels of a dq tile from channel ``FIRST`` on.
 
-    Each consumer has summed half of them: half of the rows if ``BY_ROWS``, otherwise half of the columns.
+    Each of two consumers has summed one half of the tile: half of the rows if ``BY_ROWS``, otherwise half of
+    the columns.
     """
     dq_ptr, stride, work, band, scale = of_rows
     COLUMNS: tl.constexpr = WIDTH if BY_ROWS else WIDTH // 2
@@ -134,10 +135,10 @@ def finish_queries(
     batch, heads, s, t, dq_tiles, left, right, prefix, scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Convert the sums to dq ``[b, s, h, d]``, one program per tile. A query that sees no key gets zeros.
+    """Convert the fp32 sums to dq ``[b, s, h, d]``; a query that sees no key gets zeros.
 
-    The last tiles are converted first, because they are still in the L2 cache. Programs start before the sums
-    are complete (programmatic dependent launch), and wait for them.
+    Each program converts one tile. The last tiles are converted first, because they are still in the L2
+    cache. Programs start before the sums are complete (programmatic dependent launch), and wait for them.
     """
     gdc_wait()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

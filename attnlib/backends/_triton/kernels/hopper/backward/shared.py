@@ -1,4 +1,4 @@
-"""Structures that the warps of the Hopper backward share: the work of a program, its steps, loaded tiles."""
+"""Common code of the warps in the Hopper backward: the work of a program, its steps, and loaded tiles."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from ...band import query_range
 from ...mask_tiles import sparse_tiles_of
 from ..primitives import FIRST
 
-KEYS: gl.constexpr = gl.constexpr(64)  # per tile
+KEYS: gl.constexpr = gl.constexpr(64)  # keys per tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both consumers
-DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # named barrier: no consumer reads keys any more
-# The first of the named barriers that release a ring slot to the producer, one per slot.
+DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # named barrier after which no consumer reads keys
+# Each ring slot has a named barrier that releases it to the producer; this is the number of the first.
 FREED: gl.constexpr = gl.constexpr(FIRST + 7)
 
 
@@ -23,11 +23,12 @@ class BackwardSizes(NamedTuple):
 
     ``TILES``: key tiles per program.
     ``BLOCK_M``: queries per tile.
-    ``BY_ROWS``: each half of a dq tile has half of its queries; otherwise half of its channels.
-    ``HOLES``: rows outside a sequence's keys may hold padding or another sequence.
-    ``DQ_WARPGROUP``: a third warpgroup multiplies dq.
-    ``AFTER``: programs add to dq in any order (0), after the program of the next keys (1), or after the
-        program of the previous keys (-1).
+    ``BY_ROWS``: tiles of dq are computed in two halves, each with half of the queries; otherwise each with
+        half of the channels.
+    ``HOLES``: rows before or after a sequence's keys may hold padding or another sequence.
+    ``DQ_WARPGROUP``: a third warpgroup computes dq.
+    ``AFTER``: the order in which programs add to dq: any (0), after the program of the next keys (1), or
+        after the program of the previous keys (-1).
     ``SPARSE``: a mask function hides keys, and lists name the tiles that remain.
     """
 
@@ -76,7 +77,7 @@ class Job(NamedTuple):
 
     ``row``, ``rows``: first row and number of the sequence's keys.
     ``other``, ``queries``: first row and number of the sequence's queries.
-    ``plane``: index of the sequence in the tensors.
+    ``plane``: batch index of the sequence in the tensors, 0 if sequences are packed.
     ``ahead``: index of the sequence's first query, relative to its first key.
     ``low``, ``high``: queries ``[low, high)`` see some of the keys.
     ``first``, ``first_dq``: first query of a head's first tile, and index of that tile's sums of dq.
@@ -141,7 +142,7 @@ class BackwardShared(NamedTuple):
 def tiles_of(start, work, band, sizes):
     """Return the queries ``[low, high)`` that see a program's keys, their first tile, and the tile count.
 
-    The keys of the program begin at ``start``.
+    The program's keys begin at ``start``.
     """
     ahead = work.rows - work.others
     j0, j1 = gl.maximum(start, band.start), gl.minimum(start + sizes.TILES * KEYS, band.end)
@@ -154,7 +155,7 @@ def tiles_of(start, work, band, sizes):
 
 @gluon.jit
 def job_of(work, band, call, sizes):
-    """Return the work of a program."""
+    """Return the work of a program: its keys, and the query tiles that see them."""
     ahead = work.rows - work.others
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
@@ -164,7 +165,7 @@ def job_of(work, band, call, sizes):
     first_dq = (
         work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
     ) * call.dq_tiles + first
-    if sizes.PACKED:  # sequences are adjacent, each with room for a partial tile
+    if sizes.PACKED:  # sequences are adjacent; each has one extra, partial tile
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
     if sizes.SPARSE:
@@ -181,7 +182,7 @@ def job_of(work, band, call, sizes):
 
 @gluon.jit
 def sparse_step(number, job, call):
-    """Return step ``number`` of a sparse list, with its own tile as the previous tile."""
+    """Return the step for entry ``number`` of a sparse list; its own tile stands for the previous one."""
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
     member, tile = found // job.tiles, found % job.tiles
@@ -191,9 +192,9 @@ def sparse_step(number, job, call):
 
 @gluon.jit
 def first_step(job, call, sizes):
-    """Return the first step, with its own tile as the previous tile.
+    """Return the first step of a program; its own tile stands for the previous one, which it lacks.
 
-    Consumers that add dq one step late add only zeros in the first step.
+    This is harmless: consumers that add dq one step late add only zeros in the first step.
     """
     if sizes.SPARSE:
         return sparse_step(job.steps * 0, job, call)
@@ -205,9 +206,9 @@ def first_step(job, call, sizes):
 def next_step(step, job, call, sizes):
     """Return the next step: the next query tile of the same head, or the first tile of the next head.
 
-    If a program adds after the program of the previous keys (``AFTER`` = -1), tiles come in descending order,
-    and each tile for all heads of the group before the next tile. The program thus begins at the tile at
-    which the other program began.
+    If a program must add after the program of the previous keys (``AFTER`` = -1), its tiles come in
+    descending order, and each tile comes for all heads of the group before the next tile. The program thus
+    begins at the tile at which the program of the previous keys began.
     """
     if sizes.SPARSE:
         return sparse_step(step.number + 1, job, call)
@@ -225,7 +226,7 @@ def next_step(step, job, call, sizes):
 
 @gluon.jit
 def start_of(step, job, sizes):
-    """Return the first query of a step."""
+    """Return the index of the first query in the query tile of a step."""
     return job.first + step.tile * (-sizes.BLOCK_M if sizes.AFTER < 0 else sizes.BLOCK_M)
 
 
@@ -245,7 +246,7 @@ def full_queries(j, job, band):
 
 @gluon.jit
 def clear_outside(tile, n, low, high):
-    """Zero the rows of ``tile`` outside ``[low, high)``, which may hold arbitrary data.
+    """Zero the rows of a tile outside ``[low, high)``, since they may hold arbitrary data.
 
     The first row of the tile has number ``n``.
     """
@@ -260,10 +261,10 @@ def clear_outside(tile, n, low, high):
 
 @gluon.jit
 def wait_for_keys(job, band, shared, sizes):
-    """Wait for keys and values, and zero the rows that are not keys of this sequence.
+    """Wait until keys and values are loaded, and zero the rows that are not keys of this sequence.
 
-    Those rows may hold NaN, and 0 times NaN is NaN. Each consumer zeros all of them, so neither waits for the
-    other.
+    These rows may hold NaN, and 0 times NaN is NaN. Both consumers zero all of these rows, so that neither
+    must wait for the other.
     """
     mbarrier.wait(shared.keys_full.index(0), 0)
     if sizes.HOLES:
@@ -279,9 +280,9 @@ def wait_for_keys(job, band, shared, sizes):
 
 @gluon.jit
 def clear_queries(m0, slot, phase, job, shared, sizes):
-    """Zero the queries of a tile that see none of the program's keys, once the tile is loaded.
+    """If queries of a tile see none of the program's keys, wait for the tile and zero these queries.
 
-    Those rows may belong to another sequence.
+    Their rows may belong to another sequence.
     """
     if (m0 < job.low) | (m0 + sizes.BLOCK_M > job.high):
         mbarrier.wait(shared.q_full.index(slot), phase)

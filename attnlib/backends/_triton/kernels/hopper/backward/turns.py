@@ -1,18 +1,18 @@
-"""Turns: a fixed order in which programs add to a tile of dq, for torch's deterministic algorithms.
+"""Turns: programs add to each tile of dq in a fixed order if torch's deterministic algorithms are on.
 
-A program adds to a tile after one other program of the same head, its predecessor: the program of the next
-keys or of the previous keys (``AFTER``). If the predecessor does not add to the tile, no program beyond it
-does, because the queries that see a key only move forward from key to key (``query_range``); then the program
-does not wait. An int32 per tile names the program that added last. One warp waits for turns and another ends
-them, because each takes 1 to 2 microseconds, and a step takes 2 to 3.
+A program adds to a tile after one other program of the same head, its predecessor. That is the program of the
+next keys or of the previous keys (``AFTER``). If the predecessor does not add to the tile, the program does
+not wait: no program beyond the predecessor adds to it either, because the range of queries that see a key
+only moves forward from key to key (``query_range``). An int32 per tile names the program that added last. One
+warp waits for turns and another ends them. Each of these takes 1 to 2 microseconds, and a step takes 2 to 3.
 
-No program waits forever. Programs draw their work from a counter when they start, in an order in which a
-predecessor draws first. So the predecessor is already running, and the first program of a head waits for
-none. Within a program, adding to the tile of a step depends on:
+No program waits forever. When programs start, they draw their work from a counter, and a predecessor always
+draws first. So the predecessor is already running, and the first program of a head waits for no other. Within
+a program, adding to the tile of a step depends on:
 
-- its turn, which depends only on other programs;
-- its additions to the tiles of earlier steps;
-- the producer and the other warpgroups up to this step, which need no addition to a later tile.
+- the program's turn, which depends only on other programs;
+- the program's additions to the tiles of earlier steps;
+- the work of the producer and the other warpgroups up to this step, which needs no addition to a later tile.
 
 Hence the first outstanding addition, in order of draws and then of steps, can always be made.
 """
@@ -27,9 +27,9 @@ from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tile
 
 @gluon.jit
 def meet(WAITS: gl.constexpr, sizes):
-    """Meet at the named barrier that follows an addition to a tile of dq.
+    """Arrive or wait at the named barrier that follows an addition to a tile of dq.
 
-    The warpgroup that has added arrives and goes on; the two warps that handle turns wait (``WAITS``).
+    The warpgroup that has added only arrives; the two warps that handle turns wait (``WAITS``).
     """
     NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # a number unused by the consumers
     THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.DQ_WARPGROUP else CONSUMERS) + 64
@@ -41,7 +41,7 @@ def meet(WAITS: gl.constexpr, sizes):
 
 @gluon.jit
 def number_of(start, sizes):
-    """Return the number of the program that owns the keys from ``start`` on, at least 1 in a sequence."""
+    """Return the number of the program whose keys begin at ``start``; in a sequence, numbers start at 1."""
     return start // (sizes.TILES * KEYS) + 1
 
 
@@ -49,7 +49,8 @@ def number_of(start, sizes):
 def wait_for_turns(work, band, job, call, shared, sizes):
     """Wait for this program's turn at each tile of dq, and signal each turn to the warpgroups that add.
 
-    A turn comes when the predecessor has added to the tile, and this program to its previous tile.
+    The turn comes when the predecessor has added to the tile, and this program has added to its own previous
+    tile.
     """
     if sizes.AFTER:
         other = work.start + sizes.AFTER * (sizes.TILES * KEYS)
@@ -69,7 +70,7 @@ def wait_for_turns(work, band, job, call, shared, sizes):
 
 @gluon.jit
 def end_turns(work, job, call, sizes):
-    """Publish, tile by tile, that this program has added to dq."""
+    """Tell other programs, tile by tile, that this program has added to dq."""
     if sizes.AFTER:
         step = first_step(job, call, sizes)
         for _ in range(job.steps):
@@ -80,9 +81,9 @@ def end_turns(work, job, call, sizes):
 
 @gluon.jit
 def wait_to_add(n, shared, sizes):
-    """Wait until step ``n`` may add to its tile of dq.
+    """Wait until step ``n`` of this program may add to its tile of dq.
 
-    Step -1 adds only zeros, so it never waits.
+    Step -1, the one before the first, adds only zeros, so it never waits.
     """
     if sizes.AFTER:
         mbarrier.wait(shared.turn.index(0), n & 1, pred=n >= 0)
@@ -90,7 +91,7 @@ def wait_to_add(n, shared, sizes):
 
 @gluon.jit
 def mark_added(n, sizes):
-    """Signal that this warpgroup has added to the dq tile of step ``n``."""
+    """Signal that this warpgroup has added its part to the dq tile of step ``n``."""
     if sizes.AFTER:
         if n >= 0:
             meet(False, sizes)

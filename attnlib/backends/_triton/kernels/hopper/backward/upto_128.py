@@ -1,16 +1,18 @@
-"""Backward consumers for head dimensions up to 128: each owns 64 keys, and a third warpgroup multiplies dq.
+"""Consumers of the Hopper backward for head dimensions up to 128: each of the two owns 64 keys.
 
-A consumer does not wait for the other: it stores its ``ds`` in one of two slots, from which the third
-warpgroup reads it. TFLOP/s, kernel only:
+A third warpgroup computes dq, so that neither consumer waits for the other. Each stores its ``ds``, the
+gradient of the scores, in one of two slots, from which the third warpgroup reads it. TFLOP/s, kernel only,
+if dq is computed by:
 
-                      third warpgroup    consumers multiply dq
+                      third warpgroup             the consumers
     d = 128, full 8k              654                      587
     d = 128, causal 8k            661                      609
     d = 64, full 8k               521                      489
     d = 64, causal 8k             508                      463
 
-A thread of a consumer has 216 registers. At d = 128 its gradients take 128 of them; at d = 64 a tile of
-scores takes 64. Therefore probabilities are kept in 16 bits, and scores start from zeros, not from ``-lse``.
+A thread of a consumer has 216 registers. At d = 128 the accumulated gradients take 128 of them; at d = 64 a
+tile of scores takes 64. To save registers, probabilities are kept in 16 bits, and the accumulators of scores
+start from zeros, not from ``-lse``.
 """
 
 from typing import NamedTuple
@@ -53,8 +55,8 @@ from .shared import (
 )
 from .turns import mark_added, wait_to_add
 
-FULL: gl.constexpr = FIRST  # a named barrier per slot of ds: both consumers have stored their ds
-# A named barrier per consumer and slot of ds: dq has been computed from the slot.
+FULL: gl.constexpr = FIRST  # one named barrier per slot of ds: both consumers have stored their ds
+# One named barrier per consumer and slot of ds signals that dq has been computed from the slot.
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)
 ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads of the consumers and the third warpgroup
 
@@ -67,11 +69,11 @@ class KeyGradients(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The ring slots of one step.
+    """The places in shared memory that one step of a consumer uses.
 
-    ``slot``, ``phase``: the slot of its queries, and the phase of their mbarriers.
-    ``parity``: the slot of its ``ds``.
-    ``masked``: its tile needs a mask.
+    ``slot``, ``phase``: ring slot of the query tile, and phase of the slot's mbarriers.
+    ``parity``: slot, 0 or 1, of the gradient of scores ``ds``.
+    ``masked``: the query tile needs a mask.
     """
 
     slot: gl.tensor
@@ -85,7 +87,7 @@ def advance(
     sums, number: gl.constexpr, step, now, job, band, call, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
-    """Return the gradients after one more query tile."""
+    """Add one query tile to the gradients of a consumer's keys, and return them."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
@@ -110,7 +112,7 @@ def advance(
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
         seen = visible(i, j, band)
-        if SCORE is not None:  # it may return anything for rows past the last query
+        if SCORE is not None:  # a score function may return anything past the last query
             seen = seen & (i < job.rows)
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, i, j, place.first, call.mask_tensors)
@@ -140,7 +142,7 @@ def consume_upto_128(
     number: gl.constexpr, job, band, call, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
-    """Compute and write dk and dv of a consumer's keys."""
+    """Run one consumer: compute and write dk and dv of its keys."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
@@ -177,9 +179,9 @@ def consume_upto_128(
 
 @gluon.jit
 def multiply_queries(job, call, results, shared, sizes):
-    """Add ``ds.T @ k`` to the sums of dq, one half tile after the other.
+    """Run the third warpgroup: add ``ds.T @ k`` to the sums of dq, in two halves of a tile.
 
-    A half tile has half of the queries if ``BY_ROWS``, otherwise half of the channels.
+    A half has half of the queries if ``BY_ROWS``, otherwise half of the channels.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], shared.k.dtype)

@@ -1,15 +1,15 @@
-"""Backward consumers for head dimensions up to 192: each owns 64 keys.
+"""Consumers of the Hopper backward for head dimensions up to 192: each of the two owns 64 keys.
 
-The gradients of the keys take 160 registers per thread, and the remaining registers hold one fp32 tile.
-Therefore:
+The accumulated gradients of the keys take 160 registers per thread, and the remaining registers can hold only
+one fp32 tile. Therefore:
 
 - Probabilities are kept in 16 bits until the gradient of the scores needs them.
-- dk is multiplied from the ``ds`` in shared memory.
+- The product for dk reads ``ds``, the gradient of the scores, from shared memory.
 - dq is added in two blocks of channels, each while a product with queries runs. Adds fill a warp's memory
   queue, and its reads of shared memory wait in the same queue.
 
-With half as many keys per program, all programs together would add twice as much to dq: 2.9 TB/s, at which
-the L2 cache is 92 % busy.
+Programs with half as many keys would together add twice as much to dq. This would be 2.9 TB/s, at which the
+L2 cache is 92 % busy.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class KeyGradients192(NamedTuple):
 
 @gluon.jit
 def issue_share(number: gl.constexpr, parity, keys, shared):
-    """Start ``ds.T @ k`` for a consumer's half of a block of channels."""
+    """Start ``ds.T @ k``, a consumer's part of dq, for its half of a block of channels."""
     COLUMNS: gl.constexpr = keys.shape[2] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
@@ -65,9 +65,9 @@ def issue_share(number: gl.constexpr, parity, keys, shared):
 
 @gluon.jit
 def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, results, shared, sizes):
-    """Return the gradients after one more query tile.
+    """Add one query tile to the gradients of a consumer's keys, and return them.
 
-    The tile's part of dq is multiplied in the next step, so no consumer waits for the other.
+    The part of dq from this tile is computed in the next step, so no consumer waits for the other.
     """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -90,14 +90,14 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
         i = (job.ahead + m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         j = (job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
         p = opaque(gl.where(visible(i, j, band), p, 0.0))
-    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wgmma wait above this mbarrier wait
+    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wait for a wgmma above this
     p16 = gl.convert_layout(p.to(dout.dtype), P)
     dp = spread(shared.delta.index(slot), zero)
     dp = warpgroup_mma(shared.v.index(anew(number)), dout.permute((1, 0)), dp, is_async=True)
     dv = warpgroup_mma(p16, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (gl.convert_layout(floats_of(p16), SCORES) * dp).to(dout.dtype)
-    # The other consumer has stored its last ds, and read the one before.
+    # By now, the other consumer has stored its last ds, and read the one before.
     barrier_sync(FIRST + number * 2 + before, CONSUMERS)
     own = shared.ds.index((before ^ 1) * 2 + number)
     own.store(ds)
@@ -119,7 +119,7 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
 
 @gluon.jit
 def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, sizes):
-    """Compute and write dk and dv of a consumer's keys, and add to the sums of dq."""
+    """Run one consumer: compute and write dk and dv of its keys, and add to the sums of dq."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D_TAIL, 16])

@@ -1,6 +1,6 @@
-"""Backward consumers for head dimensions above 192: both own the same 64 keys; one computes dv, one dk.
+"""Consumers of the Hopper backward for head dimensions above 192: two that own the same 64 keys.
 
-The first also computes the probabilities, the second the gradient of the scores. Each adds half of the
+One computes the probabilities and dv, the other the gradient of the scores and dk. Each adds half of the
 channels of dq, one step late.
 """
 
@@ -40,7 +40,7 @@ DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # FIRST + 2 and FIRST + 3, alte
 
 @gluon.jit
 def issue_share(number: gl.constexpr, parity, shared, sizes):
-    """Start ``ds.T @ k`` for a consumer's half of the channels."""
+    """Start ``ds.T @ k``, the program's part of dq, for a consumer's half of the channels."""
     COLUMNS: gl.constexpr = sizes.D // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
@@ -50,7 +50,7 @@ def issue_share(number: gl.constexpr, parity, shared, sizes):
 
 @gluon.jit
 def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
-    """Add the last step's part of dq, then meet the other consumer."""
+    """Add the part of dq from the last step, then wait for the other consumer at a barrier."""
     if job.steps > 0:
         dq = warpgroup_mma_wait(0, deps=[issue_share(number, (job.steps & 1) ^ 1, shared, sizes)])
         wait_to_add(job.steps - 1, shared, sizes)
@@ -61,7 +61,7 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
 
 @gluon.jit
 def consume_values(job, band, call, results, shared, sizes):
-    """Compute the probabilities, dv, and half of the channels of dq."""
+    """Run the first consumer: compute the probabilities, dv, and half of the channels of dq."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -118,7 +118,7 @@ def consume_values(job, band, call, results, shared, sizes):
 
 @gluon.jit
 def consume_keys(job, band, call, results, shared, sizes):
-    """Compute the gradient of the scores, dk, and half of the channels of dq."""
+    """Run the second consumer: compute the gradient of the scores, dk, and half of the channels of dq."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_M, 16])
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     DS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_K, k_width=2)

@@ -1,9 +1,12 @@
 """The consumers of the Hopper forward: warpgroups of 64 queries each, which overlap softmax with products.
 
 Without a sparse list, key blocks are visited from the last to the first. The softmax of a block overlaps the
-product of the previous block's probabilities and values. It reuses the running maximum, because the search
-for a new one took a fifth of its instructions (d = 64, full attention: 482 TFLOP/s with the search, 582
-without). If the sums become too large, the block is recomputed with new maxima.
+product of the previous block's probabilities and values. The softmax reuses the running maximum of earlier
+blocks, because the search for a new one took a fifth of its instructions. If sums become too large, the block
+is recomputed with new maxima. Full attention, d = 64:
+
+    with the search       482 TFLOP/s
+    without the search    582 TFLOP/s
 """
 
 from typing import NamedTuple
@@ -31,13 +34,13 @@ from ..primitives import (
 )
 from .shared import ROWS
 
-# Upper bound on a thread's sum of probabilities in one block, relative to the maximum of earlier blocks.
-# Above it, the block is recomputed. fp16 can represent any probability up to this bound.
+# If a thread's sum of probabilities in one block, relative to the maximum of earlier blocks, exceeds this
+# bound, the block is recomputed. fp16 can represent any probability up to the bound.
 LIMIT: gl.constexpr = gl.constexpr(4096.0)
 
 
 class RingSlots(NamedTuple):
-    """The next slots in the rings of keys and values, and the phases of their mbarriers."""
+    """The slots that come next in the rings of keys and values, and the phases of their mbarriers."""
 
     k: gl.tensor
     k_phase: gl.tensor
@@ -46,17 +49,17 @@ class RingSlots(NamedTuple):
 
 
 class PendingSums(NamedTuple):
-    """The running sums of a consumer, and the last block's probabilities, which await their product."""
+    """The running sums of a consumer, and the last block's probabilities, not yet multiplied by values."""
 
     acc: gl.tensor
     p: gl.tensor
     m_i: gl.tensor
-    l_i: gl.tensor  # [ROWS, 8] per thread; added across lanes once per tile
+    l_i: gl.tensor  # [ROWS, 8]: partial sums, which are added across lanes once per tile
 
 
 @gluon.jit
 def advance(slot, phase, SLOTS: gl.constexpr):
-    """Return the next slot of a ring, and its phase."""
+    """Return the next slot of a ring of tiles, and the phase of its mbarrier."""
     slot += 1
     if slot == SLOTS:
         slot = 0
@@ -67,7 +70,7 @@ def advance(slot, phase, SLOTS: gl.constexpr):
 @gluon.jit
 def issue_scores(q, q_slot, slot, shared, zero, sizes):
     """Start ``q @ k.T`` for the keys in a ring slot."""
-    if sizes.D + sizes.D_TAIL > 128:  # too many query descriptors to keep in registers
+    if sizes.D + sizes.D_TAIL > 128:  # registers cannot hold all query descriptors
         q_slot = anew(q_slot)
         if not sizes.Q_IN_REGISTERS:
             q = shared.q.index(q_slot)
@@ -81,7 +84,7 @@ def issue_scores(q, q_slot, slot, shared, zero, sizes):
 
 @gluon.jit
 def clear_others(values, n, band, sizes):
-    """Zero the value rows outside the sequence's keys, which may hold arbitrary data.
+    """Zero the rows of a value block outside the sequence's keys, since they may hold arbitrary data.
 
     ``n`` is the first key of the block. A fence makes the zeros visible to wgmma.
     """
@@ -98,7 +101,7 @@ def clear_others(values, n, band, sizes):
 
 @gluon.jit
 def sum_by_place(p, BLOCK_N: gl.constexpr):
-    """Return row sums over each thread's own registers, ``[ROWS, 8]``, without adding across threads."""
+    """Sum each row over the registers of one thread only, and return the partial sums ``[ROWS, 8]``."""
     return gl.sum(p.reshape([ROWS, BLOCK_N // 8, 8]), 1)
 
 
@@ -119,9 +122,9 @@ class FunctionArguments(NamedTuple):
 def scores(
     s, modifiers, i, n, band, sizes, masked, given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None
 ):
-    """Convert products with the keys from ``n`` on to scores; hidden keys get -inf if ``masked``."""
+    """Turn products q·k, for keys from ``n`` on, into scores; if ``masked``, hidden keys get -inf."""
     at = i[:, None]
-    i = (i - n)[:, None]  # relative to the block's first key: takes fewer registers
+    i = (i - n)[:, None]  # indices relative to the block's first key take fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
     band = KeyBand(
         band.start - n, band.end - n, band.left, band.right, band.prefix, band.offset, band.key + n
@@ -140,9 +143,9 @@ def scores(
 
 @gluon.jit
 def softmax(s, m_i, moves, unit):
-    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
+    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
 
-    Only rows in ``moves`` get a new maximum; the other rows keep theirs, and their sums are still exact.
+    Only rows in ``moves`` get a new maximum. The other rows keep their maximum, and their sums stay exact.
     """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit), m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
@@ -152,10 +155,10 @@ def softmax(s, m_i, moves, unit):
 
 @gluon.jit
 def hand_back(slots, count, shared, sizes):
-    """Release ``count`` blocks that this consumer does not need, and return the ring slots that follow.
+    """Release ``count`` key blocks that this consumer does not need, and return the ring slots that follow.
 
-    Each block is released only after it has been loaded. Otherwise this consumer could arrive twice at a
-    named barrier where another one has not arrived once.
+    Each block is released only after it has been loaded. Otherwise this consumer could arrive at a named
+    barrier twice before another consumer has arrived once.
     """
     k, k_phase, v, v_phase = slots.k, slots.k_phase, slots.v, slots.v_phase
     for _ in range(count):
@@ -173,13 +176,13 @@ def step(
     state, slots, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Return the state and the ring slots after one more key block.
+    """Add one key block to a consumer's running sums; return these and the next ring slots.
 
-    Its softmax overlaps the product of the previous block's probabilities and values.
+    The softmax of the block overlaps the product of the previous block's probabilities and values.
     """
     q, q_slot, i, zero = queries
     n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
-    p_before = opaque_halves(state.p)  # otherwise one of three consumers swaps all 16-bit halves
+    p_before = opaque_halves(state.p)  # otherwise, with three consumers, one swaps all 16-bit halves
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
     if sizes.HOLES:
@@ -191,7 +194,7 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
-    # ptxas moves no wgmma wait above this mbarrier wait.
+    # ptxas does not move the wait for a wgmma above this wait for an mbarrier.
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
@@ -216,9 +219,9 @@ def first_step(
     slots, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Return the state and the ring slots after the first key block.
+    """Begin a consumer's running sums with the first key block; return these and the next ring slots.
 
-    Its probabilities still await their product with the values.
+    The probabilities of the block are multiplied by its values later.
     """
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)

@@ -1,8 +1,8 @@
 """The consumers of the Hopper forward for fp8 inputs.
 
-Tensor cores accumulate 8-bit products with about 13 bits, so products with values are accumulated in fp32:
-every second block if the value channels are one piece, every block if they are several. The loss in a
-channel's mean:
+Tensor cores accumulate 8-bit products with about 13 bits. Products with values are therefore added to fp32
+sums: after every second key block if all value channels are multiplied at once, after every block if they are
+multiplied in several pieces. How much of a channel's mean is lost:
 
     accumulated in fp32   over 8k keys   over 64k keys
     never                         14 %            half
@@ -30,21 +30,21 @@ from ..primitives import (
 from .consumer import RingSlots, advance, issue_scores, scores, sum_by_place
 from .shared import ROWS
 
-# Probabilities are multiplied by 2 ** RAISED. LIMIT, the largest e4m3 number, bounds a thread's sum of
-# sixteen probabilities; above it, the block is recomputed. Sixteen probabilities at the running maximum add
-# up to 256.
+# Probabilities are multiplied by 2 ** RAISED before they become e4m3. If a thread's sum of sixteen of them
+# exceeds LIMIT, the largest e4m3 number, the block is recomputed with a new maximum. Sixteen probabilities at
+# the running maximum add up to 256.
 RAISED: gl.constexpr = gl.constexpr(4.0)
 LIMIT: gl.constexpr = gl.constexpr(448.0)
 
 
 class PendingSumsFp8(NamedTuple):
-    """The running sums of a consumer, and the last block's probabilities, which await their product."""
+    """The running sums of a consumer, and the last block's probabilities, not yet multiplied by values."""
 
-    acc: gl.tuple  # output sums, one tensor per piece of channels
+    acc: gl.tuple  # output sums: one tensor per piece of the channels
     product: gl.tuple  # products not yet added to acc, if there is one piece
-    p: gl.tensor  # e4m3, four to an int32 word
+    p: gl.tensor  # e4m3 numbers, four to an int32 word
     m_i: gl.tensor
-    l_i: gl.tensor  # [ROWS, 8] per thread, not yet added across lanes
+    l_i: gl.tensor  # [ROWS, 8]: partial sums, not yet added across lanes
 
 
 @gluon.jit
@@ -62,8 +62,8 @@ def issue_product(p, piece: gl.constexpr, product, use_acc, slot, shared, sizes)
 def packed(p, BLOCK_N: gl.constexpr):
     """Convert probabilities to e4m3, packed four to an int32 word.
 
-    Of every eight keys, a thread holds two neighbours, but an 8-bit wgmma operand takes four. The order of
-    keys in the transposed values makes a thread's four keys neighbours.
+    Of every eight keys, a thread holds two neighbours, but an 8-bit wgmma operand takes four neighbours. The
+    transposed values are therefore stored in an order in which a thread's four keys are neighbours.
     """
     p = p.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     return e4m3_in_fours(p.reshape([ROWS, BLOCK_N // 4, 2, 2]))
@@ -71,9 +71,9 @@ def packed(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def add(acc, product):
-    """Return ``acc + product``, added by inline assembly.
+    """Return ``acc + product``, computed by inline assembly.
 
-    Before a plain addition, LLVM would wait for all products in flight.
+    With an ordinary addition, LLVM would first wait for all matrix products in flight.
     """
     return gl.inline_asm_elementwise(
         "add.f32 $0, $1, $2;", "=f,f,f", [acc, product], dtype=gl.float32, is_pure=False, pack=1
@@ -82,7 +82,7 @@ def add(acc, product):
 
 @gluon.jit
 def scaled(pieces, factor):
-    """Return each piece of the sums times ``factor[:, None]``."""
+    """Multiply the output sums, one tensor per piece of channels, by a factor per row."""
     made = ()
     for n in gl.static_range(len(pieces)):
         made += (pieces[n] * gl.convert_layout(factor, gl.SliceLayout(1, pieces[n].type.layout))[:, None],)
@@ -91,20 +91,20 @@ def scaled(pieces, factor):
 
 @gluon.jit
 def softmax_fp8(s, m_i, moves, unit):
-    """Return probabilities, the maximum that they are relative to, and the factor for all earlier sums.
+    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
 
     Only rows in ``moves`` get a new maximum; their probabilities are then at most ``2 ** RAISED``, not 1.
     """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit - RAISED), m_i)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: avoids NaN
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # avoids NaN in rows that have seen no key
     return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
 
 
 @gluon.jit
 def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
-    """Return the state and the ring slots after the first key block.
+    """Begin a consumer's running sums with the first key block; return these and the next ring slots.
 
-    Its probabilities still await their product with the values.
+    The probabilities of the block are multiplied by its values later.
     """
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
@@ -125,7 +125,7 @@ def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.conste
 
 @gluon.jit
 def add_products(state, slot, shared, sizes):
-    """Return the output sums with the last block's products added, and release the slot of its values."""
+    """Add the last block's product to the output sums, release the slot of its values; return the sums."""
     zeros = gl.zeros_like(state.acc[0])
     if sizes.PIECES == 1:
         product = issue_product(state.p, 0, state.product[0], True, slot, shared, sizes)
@@ -147,9 +147,10 @@ def add_products(state, slot, shared, sizes):
 def step_fp8(
     state, slots, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr
 ):
-    """Return the state and the ring slots after one more key block.
+    """Add one key block to a consumer's running sums; return these and the next ring slots.
 
-    If the value channels are one piece, the block's softmax overlaps the product of the previous block.
+    If all value channels are multiplied at once, the softmax of the block overlaps the previous block's
+    product with values.
     """
     q, q_slot, i, zero = queries
     acc, product, m_i, l_i = state.acc, state.product, state.m_i, state.l_i
@@ -162,7 +163,7 @@ def step_fp8(
             acc = (add(acc[0], product[0]),)
         product = (issue_product(state.p, 0, product[0], ~adds, slots.v, shared, sizes),)
         s = warpgroup_mma_wait(1, deps=[s])
-    else:  # not enough registers for scores and products at once
+    else:  # registers cannot hold scores and products at the same time
         mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
         acc = add_products(state, slots.v, shared, sizes)
         s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)

@@ -1,6 +1,6 @@
 """The Hopper forward in Gluon, after FlashAttention-3: a persistent kernel with one program per SM.
 
-A producer warp loads through TMA descriptors, and consumer warpgroups compute 64 queries each.
+A producer warp loads tiles by TMA, and each consumer warpgroup computes attention for 64 queries.
 
 Paper: Shah et al., 2024, arXiv 2407.08608.
 """
@@ -40,7 +40,7 @@ from .shared import (
 
 
 class ForwardOutputs(NamedTuple):
-    """The outputs of the forward: a TMA descriptor, pointers, strides, and the value dimension ``e``."""
+    """The outputs of the forward, as a TMA descriptor, pointers and strides; ``e`` is the value dimension."""
 
     out_desc: gl.tensor
     out_ptr: gl.tensor
@@ -55,9 +55,9 @@ class ForwardOutputs(NamedTuple):
 
 @gluon.jit
 def with_sink(m_i, l_i, work, call):
-    """Return the maximum and the sum with the attention sink included, and the factor for the output sums.
+    """Add the attention sink to a row's softmax; return its maximum, its sum and the factor for output sums.
 
-    A sink acts as a key whose value is 0.
+    The sink acts like a key whose value is 0.
     """
     if call.sinks_ptr is None:
         return m_i, l_i, 1.0
@@ -72,7 +72,7 @@ def with_sink(m_i, l_i, work, call):
 
 @gluon.jit
 def put_lse(m_i, l_i, work, first, call, results):
-    """Write the LSE of the rows from ``first`` on; return the factor that normalizes their output sums."""
+    """Write the LSE of query rows from ``first`` on; return the factor that normalizes their output sums."""
     m_i, l_i, gain = with_sink(m_i, l_i, work, call)
     nothing = l_i == 0.0
     l_i = gl.where(nothing, 1.0, l_i)
@@ -87,7 +87,7 @@ def put_lse(m_i, l_i, work, first, call, results):
 def put_out(out, work, first, results, sizes):
     """Write a tile from shared memory to the output rows from ``first`` on.
 
-    Rows past the end of the sequence are not written: in a packed tensor they belong to the next sequence.
+    Rows past the end of the sequence are not written, since in a packed tensor they belong to the next one.
     """
     fence_async_shared()
     left = work.rows - first
@@ -110,7 +110,7 @@ def consume(
     number: gl.constexpr, call, mask_tensors, score_tensors, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention for one consumer's queries, tile after tile."""
+    """Run one consumer: compute attention for its queries in every tile of this program."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
@@ -143,7 +143,7 @@ def consume(
         q_slot = count % sizes.Q_SLOTS * sizes.CONSUMERS + number
         mbarrier.wait(shared.q_full.index(q_slot), (count // sizes.Q_SLOTS) & 1)
         q = shared.q.index(q_slot)
-        if sizes.Q_IN_REGISTERS:  # reads a third less from shared memory
+        if sizes.Q_IN_REGISTERS:  # this reads a third less from shared memory
             q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if not sizes.OUT_IN_Q:
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
@@ -166,7 +166,7 @@ def consume(
             if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
-            else:  # b is not carried by the loop
+            else:  # so that the loop does not carry b
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
             state, slots = step(
@@ -194,8 +194,8 @@ def consume(
         slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
         if not sizes.SPARSE:
             slots = hand_back(slots, bottom - all_bottom, shared, sizes)
-        # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler
-        # would select between 16-bit halves instead of fp32 numbers.
+        # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
+        # this in fp32; otherwise it would do it for each 16-bit half.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)
@@ -221,7 +221,7 @@ def forward(
     PRODUCER_REGISTERS: gl.constexpr,
     D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
-    """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+    """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
     For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``.
     """

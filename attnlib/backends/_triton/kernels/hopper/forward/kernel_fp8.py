@@ -1,7 +1,7 @@
 """The Hopper forward for fp8 inputs, in Gluon: a persistent kernel with one program per SM.
 
-The structure is the same as in ``kernel.py``, but values are read by channel: ``transpose_values.py`` runs
-first and transposes them. The consumers' device functions come from ``consumer_fp8.py``.
+The structure is the same as in ``kernel.py``, but values are read by channel. A kernel that runs before this
+one, in ``transpose_values.py``, transposes them. The consumers' device functions are in ``consumer_fp8.py``.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from .shared import (
 
 
 class HeadDescales(NamedTuple):
-    """Descale factors for each head of each sequence: an fp8 number times its descale is the real value."""
+    """Descales of q, k and v, per sequence and head: an fp8 number times its descale is the real value."""
 
     q_ptr: gl.tensor
     k_ptr: gl.tensor
@@ -41,10 +41,10 @@ class HeadDescales(NamedTuple):
 
 @gluon.jit
 def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
-    """Normalize one piece of the output channels, and write it to shared memory."""
+    """Normalize one piece of the output channels of a tile, and write it to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    # A row that sees no key may have summed arbitrary data, so zero it. Without opaque(), the compiler would
-    # select between 16-bit halves instead of fp32 numbers.
+    # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
+    # this in fp32; otherwise it would do it for each 16-bit half.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)
@@ -53,7 +53,7 @@ def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
 
 @gluon.jit
 def consume(number: gl.constexpr, call, descales, results, shared, sizes):
-    """Compute attention for one consumer's queries, tile after tile."""
+    """Run one consumer: compute attention for its queries in every tile of this program."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
     FIRST_ROW: gl.constexpr = number * ROWS

@@ -13,10 +13,10 @@ from .transpose_values import block_of
 
 @gluon.jit
 def next_tile(tile, counter_ptr, tiles):
-    """Return the next tile of this program; a counter schedules tiles of different lengths dynamically.
+    """Return the next tile of this program, from a counter in global memory that all programs increment.
 
-    Each program draws numbers until it gets one past the last tile, so programs draw ``tiles`` numbers in
-    all. The program that draws the last number resets the counter to 0.
+    This balances tiles of different lengths. Each program draws numbers until it gets one past the last tile,
+    so all programs together draw ``tiles`` numbers. The last of these draws resets the counter to 0.
     """
     step = gl.num_programs(0)
     if counter_ptr is None:
@@ -30,9 +30,9 @@ def next_tile(tile, counter_ptr, tiles):
 
 @gluon.jit
 def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL: gl.constexpr):
-    """Load a tile from row ``at[1]`` of head ``at[2]`` into a ring slot.
+    """Start to load a tile, from row ``at[1]`` of head ``at[2]`` on, into a slot of a ring.
 
-    If the channels are in two blocks, load the second block too.
+    If channels are divided into two blocks, both are loaded.
     """
     plane, row, head = at
     ready = full.index(slot)
@@ -65,7 +65,7 @@ def load_queries(q_desc, q_tail_desc, number, work, shared, sizes):
 def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Wait until consumers have released the last tiles of a ring.
 
-    A named barrier that is left half full would hang the next program.
+    A named barrier at which only some of the threads have arrived would hang the next program.
     """
     slot = gl.where(loaded < SLOTS, 0, loaded % SLOTS)
     for _ in range(gl.minimum(loaded, SLOTS)):
@@ -75,7 +75,7 @@ def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constex
 
 @gluon.jit
 def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes):
-    """Load the data for all tiles of this program, into ring slots as they become free."""
+    """Run the producer warp: load queries, keys and values of every tile as ring slots become free."""
     THREADS: gl.constexpr = sizes.THREADS
     V_NUMBER: gl.constexpr = FIRST + sizes.K_SLOTS
     tile, number, loaded = gl.program_id(0), 0, 0

@@ -1,4 +1,7 @@
-"""Structures that the warps of the Hopper forward share: rings of tiles, barriers, posted work."""
+"""Common code of the warps in the Hopper forward: rings of tiles, barriers, and work that is posted.
+
+The producer posts the work: it writes to shared memory which tile of queries the consumers compute next.
+"""
 
 from typing import NamedTuple
 
@@ -11,14 +14,14 @@ from ...mask_tiles import sparse_tiles_of
 from ...tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries per consumer
-POSTS: gl.constexpr = gl.constexpr(2)  # tiles posted at a time: the current one and the next
-WORDS: gl.constexpr = gl.constexpr(8)  # int32 words of a post
+POSTS: gl.constexpr = gl.constexpr(2)  # posts in shared memory: for the current and the next tile of queries
+WORDS: gl.constexpr = gl.constexpr(8)  # int32 words of a post, the description of one tile
 
 
 class ForwardSizes(NamedTuple):
     """Compile-time constants of the forward: channel blocks, block size of keys, consumers, and ring slots.
 
-    ``HOLES``: rows outside a sequence's keys may hold padding or another sequence.
+    ``HOLES``: rows before or after a sequence's keys may hold padding or another sequence.
     ``HIDES_FIRST``: the mask may hide the first keys of a sequence.
     ``PIECES``: the number of pieces in which the value channels are multiplied.
     ``TRANSPOSED``: values are stored channel-major.
@@ -45,7 +48,7 @@ class ForwardSizes(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """The parameters of the forward kernel; ``tiles`` counts the query blocks of all heads and sequences."""
+    """The parameters of the forward kernel; ``tiles`` is the number of query blocks, over all heads."""
 
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -91,10 +94,10 @@ class ForwardShared(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Two ranges of key blocks, for some query rows.
+    """The key blocks that a set of query rows must visit, and those that need no mask.
 
-    ``[bottom, top)``: blocks that some row sees.
-    ``[full_bottom, full_top)``: blocks that all rows see in full.
+    ``[bottom, top)``: blocks that at least one row sees.
+    ``[full_bottom, full_top)``: blocks that every row sees completely.
     """
 
     bottom: gl.tensor
@@ -105,7 +108,7 @@ class KeyBlocks(NamedTuple):
 
 @gluon.jit
 def work_of(tile, call, sizes):
-    """Return the work of a tile: a sequence, a head, and a block of queries."""
+    """Return the work that a tile number stands for: a block of queries of one head and sequence."""
     REVERSED: gl.constexpr = call.right is not None
     heads, ahead = call.heads, call.heads_per_wave
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
@@ -116,9 +119,9 @@ def work_of(tile, call, sizes):
 
 @gluon.jit
 def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
-    """Return the key blocks that ``COUNT`` rows of the work see, from ``FIRST_ROW`` on.
+    """Return the key blocks that ``COUNT`` query rows of a tile see, beginning with row ``FIRST_ROW``.
 
-    The range has at least one block, even if all of its keys are hidden.
+    The range has at least one block, even if all keys of the block are hidden.
     """
     i = work.others - work.rows + work.start + FIRST_ROW
     low, high, all_low, all_high = key_range(i, gl.minimum(i + COUNT, work.others), band)
@@ -128,11 +131,11 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
 
 
 class Visits(NamedTuple):
-    """The key blocks that consumers visit, at least one.
+    """The key blocks that consumers visit for a tile of queries; there is always at least one.
 
-    Without a sparse list, these are the ``count`` blocks below ``top``, in descending order. With a list,
-    these are its entries: the ``cut`` partial blocks first, then the full blocks. ``room`` is the capacity of
-    the list.
+    Without a mask function, these are the ``count`` blocks below ``top``, in descending order. With one, a
+    sparse list names the blocks: ``cut`` partial blocks first, then the full blocks. ``room`` is the number
+    of blocks that fit in the list.
     """
 
     count: gl.tensor
@@ -143,7 +146,7 @@ class Visits(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One visit to a key block.
+    """One step of a consumer, which visits one key block.
 
     ``before``: the block visited before this one.
     ``masked``: the block needs a mask.
@@ -183,8 +186,8 @@ def visited(visits, n, sizes):
 def post(work, tile, number, call, shared, sizes):
     """Post the work of the ``number``-th tile to the consumers, once they have released its query slot.
 
-    The producer finds the work for all consumers, because it can spare the 600 cycles that the divisions
-    take.
+    Finding the work takes divisions, about 600 cycles. The producer has this time to spare, so it does this
+    for all consumers.
     """
     slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
     for c in gl.static_range(sizes.CONSUMERS):
@@ -204,7 +207,7 @@ def post(work, tile, number, call, shared, sizes):
 
 @gluon.jit
 def posted(number, word, shared):
-    """Return one word of the posted work of the ``number``-th tile."""
+    """Read one int32 word of the work that was posted for the ``number``-th tile."""
     return gl.max(
         shared.work.index(number % POSTS * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0
     )
@@ -219,7 +222,7 @@ def wait_for_work(number, shared):
 
 @gluon.jit
 def read(number, shared, sizes):
-    """Return the posted work of the ``number``-th tile of this program."""
+    """Read the work that was posted for the ``number``-th tile of this program."""
     sequence, head, start = posted(number, 1, shared), posted(number, 2, shared), posted(number, 3, shared)
     row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
     other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)

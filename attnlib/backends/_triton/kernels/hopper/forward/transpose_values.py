@@ -1,7 +1,7 @@
-"""The value transpose for fp8: a kernel before the forward, because 8-bit wgmma reads values by channel.
+"""A kernel that transposes fp8 values before the Hopper forward, since 8-bit wgmma reads values by channel.
 
-Without it, every program of the forward would transpose each block that it reads. That takes shared memory
-which the products need, and the registers of a warpgroup. Kernel time only, d = 256, causal, 8k:
+Otherwise every program of the forward would transpose each block that it reads. This takes registers of a
+warpgroup, and shared memory that matrix products need. Kernel time only, d = 256, causal, 8k:
 
     transposed inside the forward      812 TFLOP/s
     transposed before the forward    1,039 TFLOP/s
@@ -18,18 +18,18 @@ AT_ONCE: tl.constexpr = tl.constexpr(128)  # channels per iteration
 
 @triton.jit
 def block_of(row, sequence, BLOCK_N: tl.constexpr):
-    """Return the index of the first key block of a packed sequence that begins at ``row``.
+    """Return the index of the first block of transposed keys for a packed sequence that begins at ``row``.
 
-    No two sequences share a block.
+    Every sequence begins with a new block.
     """
     return row // BLOCK_N + sequence
 
 
 @triton.jit
 def load_words(rows, key, start, end, word, stride, WORDS: tl.constexpr):
-    """Load channels of the given keys, four to an int32 word.
+    """Load value channels of the given keys as int32 words, each of four e4m3 numbers.
 
-    Keys outside ``[start, end)`` are never visible and may hold arbitrary data, so they load as zeros.
+    Keys outside ``[start, end)`` are never visible and may hold arbitrary data, so they become zeros.
     """
     seen = (key >= start) & (key < end)
     return tl.load(
@@ -44,8 +44,8 @@ def transpose_values(
 ):  # fmt: skip
     """Transpose values ``[b, t, g, e]``, or packed ``[t, g, e]``, to ``[b, e, g, padded]``.
 
-    One program transposes one block of keys. One thread of the forward holds the probabilities of four keys
-    out of 16, so these are stored together:
+    One program transposes one block of keys. A thread of the forward holds the probabilities of four keys out
+    of every 16, so the values of these four keys are stored side by side:
 
         2c, 2c + 1, 2c + 8, 2c + 9
     """

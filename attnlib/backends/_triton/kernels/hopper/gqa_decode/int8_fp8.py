@@ -1,8 +1,8 @@
-"""GQA decoding over int8 or fp8 pages for Hopper, in Gluon: one program per SM, as in pages.py.
+"""GQA decoding over int8 or fp8 pages for Hopper, in Gluon: one program per SM, as in ``pages.py``.
 
 A producer warp loads tiles of 32 tokens and eight KV heads, and their scales, by TMA. Each of eight consumer
-warps has one KV head, and processes the tokens in two groups of 16. A warp reads pairs of stored bytes from
-shared memory as 16-bit operands, and converts them to even and odd channels in fp16, in registers.
+warps processes the tokens of one KV head, in two groups of 16. A warp reads stored bytes from shared memory
+in pairs, as 16-bit operands, and converts them in registers to even and odd channels in fp16.
 """
 
 from typing import NamedTuple
@@ -33,15 +33,15 @@ from .shared import (
     tokens_in,
 )
 
-WARPS: gl.constexpr = gl.constexpr(8)  # one per KV head
+WARPS: gl.constexpr = gl.constexpr(8)  # consumer warps, one per KV head
 TILE: gl.constexpr = gl.constexpr(32)  # tokens per tile
 
 
 class ScaledPagesShared(NamedTuple):
-    """Shared memory of the program.
+    """The shared memory of a program.
 
-    A slot has four boxes of 16 tokens: two of keys, then two of values. ``scales`` has their scales, and
-    ``full`` the mbarriers of the loads.
+    Each slot of the ring holds four boxes of 16 tokens: two of keys, then two of values. ``scales`` holds
+    their scales, and ``full`` the mbarriers of the loads.
     """
 
     boxes: gl.shared_memory_descriptor
@@ -52,8 +52,8 @@ class ScaledPagesShared(NamedTuple):
 class EvenOddSums(NamedTuple):
     """The running sums of even and odd channels ``[head, row, HALF]``, and the softmax state.
 
-    ``l_i`` sums probabilities per token position in a group, ``[head, row, token]``; ``m_i`` is the running
-    maximum.
+    ``l_i`` has sums of probabilities, one per token position in a group, ``[head, row, token]``. ``m_i`` is
+    the running maximum.
     """
 
     even: gl.tensor
@@ -71,7 +71,7 @@ def tiles_of(split):
 
 @gluon.jit
 def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, sizes):
-    """Run the producer warp: load each tile as its slot becomes free."""
+    """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
     first, tiles = tiles_of(split)
     head, n = split.head * WARPS, first * TILE
@@ -93,7 +93,7 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
             async_load(v_desc, [head, row, 0], full, shared.boxes.index(number + 2))
             async_load(v_scale_desc, [row, head], full, shared.scales.index(number + 2))
         entries = following
-    # Complete every named barrier: a half-full one would hang the next program.
+    # Complete every named barrier, since an incomplete one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
@@ -102,7 +102,7 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
 def load_queries(queries, split, call, sizes):
     """Load queries: even and odd channels ``[head, row, HALF]`` in fp16, and a factor per row.
 
-    Rows are scaled by powers of two into the range of fp16; the factor undoes that.
+    Rows are scaled by powers of two into the range of fp16; the factors undo the scaling.
     """
     LEFT: gl.constexpr = factor_of(WARPS, 0)
     head, token = rows_in(0, split, call, gl.SliceLayout(2, LEFT), sizes)
@@ -127,10 +127,11 @@ def scale_of(scales):
 
 @gluon.jit
 def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
-    """Return the scores of a group of tokens from ``n`` on, and what :func:`add_tile` needs of the values.
+    """Return the scores of a group of tokens from ``n`` on, and three results for the product with values.
 
-    Scores include the exponents of the values' scales. The other results are the factor that removes these
-    exponents from probabilities, the rest of the scales, and the values in pairs of bytes.
+    The scale of a value is a power of two times a remaining factor. Scores include the exponent of the power.
+    The three results are a factor that removes the power from probabilities, the remaining factor, and the
+    values as pairs of bytes.
     """
     SUMS: gl.constexpr = sums_of(WARPS)
     RIGHT: gl.constexpr = factor_of(WARPS, 1)
@@ -221,13 +222,13 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
         state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, shared, STORED, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
     store(state, band, split, call, results, sizes)
 
 
 @gluon.jit
 def allocate_int8_fp8(dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate the shared memory of a program, with ``STAGES`` slots."""
+    """Allocate the shared memory of a program, with a ring of ``STAGES`` slots for tiles."""
     BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], dtype)
     SCALES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, WARPS], gl.float32)
     return ScaledPagesShared(

@@ -27,10 +27,10 @@ def decode_gqa(
     schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
     KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
+    """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    A program has ``HEADS`` KV heads; over an int8 or fp8 cache, which needs scales, it has eight. The other
-    parameters are those of the generic decode kernel.
+    A program decodes ``HEADS`` adjacent KV heads. If the cache is int8 or fp8, it needs scales, and
+    ``HEADS`` is eight. The other parameters are those of the generic decode kernel.
     """
     schedule_ptr += schedule_offset
     if SCHEDULED:

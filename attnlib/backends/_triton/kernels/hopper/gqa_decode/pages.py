@@ -1,7 +1,7 @@
 """GQA decoding over 16-bit pages for Hopper, in Gluon: one program per SM, bound by memory bandwidth.
 
-A producer warp loads the same tokens of adjacent KV heads by TMA. Each of eight consumer warps has one head
-and 16 tokens of every tile, and keeps its own running sums, so it waits for tiles but never for another warp.
+A producer warp loads the same tokens of adjacent KV heads by TMA. Each of eight consumer warps processes
+16 tokens of one head in every tile. It keeps its own running sums, so it never waits for another warp.
 With more than 16 query rows, there are two consumers of four warps, with 16 rows each.
 """
 
@@ -48,7 +48,7 @@ def load_queries(number: gl.constexpr, half: gl.constexpr, queries, split, call,
 
 @gluon.jit
 def both_halves(boxes, number, KEYS: gl.constexpr, sizes):
-    """Load both channel halves of a tile's keys or values, as the right operands of products."""
+    """Load a tile of keys or values, in two halves of its channels, as right operands of products."""
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
     left, right = boxes.index(number), boxes.index(number + 1)
     if KEYS:
@@ -84,7 +84,7 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
-    """Run consumer ``number``: attention of 16 query rows per KV head over all tiles, and its results."""
+    """Run consumer ``number``: compute attention for 16 query rows per KV head, and write the results."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
     SLOTS: gl.constexpr = shared.full.shape[0]
@@ -111,7 +111,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
         state = add_tile(state, (left, right), n, i, modifiers, band, split, shared.boxes, slot * 4, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
     if sizes.WARPS == sizes.HEADS:
         store_per_head(number, state, band, split, call, results, sizes)
     else:
@@ -120,7 +120,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
 
 @gluon.jit
 def allocate_pages(dtype: gl.constexpr, sizes, STAGES: gl.constexpr):
-    """Allocate the shared memory of a program, with ``STAGES`` slots."""
+    """Allocate the shared memory of a program, with a ring of ``STAGES`` slots for tiles."""
     BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([sizes.WARPS, TOKENS, HALF], dtype)
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return PagesShared(

@@ -1,4 +1,4 @@
-"""The epilogue of the GQA consumers: join the sums of warps that share a KV head, and write results."""
+"""Epilogue of the Hopper GQA decode kernel: join the sums of warps that share a KV head; write results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +12,9 @@ from .shared import HALF, M, channels, sums_of, threads_of
 
 @gluon.jit
 def finish(l_i, m_i, h, r, band, split, call, results, sizes):
-    """Write the LSE of rows ``r`` of KV heads ``h``, and return how to write their output.
+    """Write the LSE of rows ``r`` of KV heads ``h``, and return what is needed to write their output.
 
-    Returns the factor that normalizes a row's sums, the row's offset in ``out``, its offset in the buffer for
+    This is the factor that normalizes a row's sums, the row's offset in ``out``, its offset in the buffer for
     partial results, and the mask of valid rows.
     """
     query, head = (split.start + r) // call.group, (split.head * sizes.HEADS + h) * call.group
@@ -40,9 +40,9 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
 
 @gluon.jit
 def store_channels(acc, c, rows, split, results):
-    """Multiply channels ``c`` of rows by the rows' shares, and write them to ``out`` or as partial results.
+    """Multiply channels ``c`` of rows by a factor per row; write them to ``out`` or as partial results.
 
-    A share of 0 gives 0, even for NaN or infinity.
+    A factor of 0 gives 0, even if sums are NaN or infinite.
     """
     AXIS: gl.constexpr = len(acc.shape) - 1
     share, at, line, valid = rows
@@ -61,7 +61,7 @@ def store_channels(acc, c, rows, split, results):
 
 @gluon.jit
 def store_per_head(number: gl.constexpr, state, band, split, call, results, sizes):
-    """Write the results if each warp has a KV head of its own."""
+    """Write the results of warps that each have a KV head of their own."""
     BY_ROW: gl.constexpr = gl.SliceLayout(2, sums_of(sizes.WARPS))
     h = gl.arange(0, sizes.WARPS, gl.SliceLayout(1, BY_ROW))[:, None]
     r = number * M + gl.arange(0, M, gl.SliceLayout(0, BY_ROW))[None, :]

@@ -1,4 +1,4 @@
-"""Shared by the GQA decode kernels for Hopper: sizes, layouts, and the producer warp of 16-bit pages."""
+"""Common code of the GQA decode kernels for Hopper: sizes, layouts, the producer warp for 16-bit pages."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..primitives import FIRST, async_load, barrier_sync, reinterpret
 from ..splits import entry_of
 
-M: gl.constexpr = gl.constexpr(16)  # query rows per KV head in a warp
-TOKENS: gl.constexpr = gl.constexpr(16)  # tokens of a tile per warp
+M: gl.constexpr = gl.constexpr(16)  # query rows that a warp processes for a KV head
+TOKENS: gl.constexpr = gl.constexpr(16)  # tokens of each tile that a warp processes
 HALF: gl.constexpr = gl.constexpr(64)  # channels in half of a head
-BOX: gl.constexpr = gl.constexpr(2048)  # bytes of 16 tokens x 64 channels in 16 bits
+BOX: gl.constexpr = gl.constexpr(2048)  # size in bytes of 16 tokens x 64 channels of 16 bits
 
 
 class ProgramSizes(NamedTuple):
@@ -25,7 +25,7 @@ class ProgramSizes(NamedTuple):
 
 
 class PagesShared(NamedTuple):
-    """Shared memory: tiles of keys and values, softmax maxima and sums per warp, mbarriers of loads."""
+    """The shared memory of a program: tiles of keys and values, each warp's maxima and sums, mbarriers."""
 
     boxes: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
@@ -34,13 +34,13 @@ class PagesShared(NamedTuple):
 
 @gluon.constexpr_function
 def sums_of(warps):
-    """Return the layout of products ``[warp, row, token or channel]``."""
+    """Return the register layout of matrix products ``[warp, row, token or channel]``."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def factor_of(warps, number):
-    """Return the layout of the left (0) or right (1) operand of a product."""
+    """Return the register layout of the left (0) or right (1) operand of a matrix product."""
     return gl.DotOperandLayout(number, sums_of(warps), 2)
 
 
@@ -85,7 +85,7 @@ def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
 
 @gluon.jit
 def produce(k_desc, v_desc, split, call, shared, sizes):
-    """Run the producer warp: load each tile as its slot becomes free."""
+    """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
     SLOTS: gl.constexpr = shared.full.shape[0]
     first, tiles, TILE = tiles_of(split, sizes)
     head = split.head * sizes.HEADS
@@ -102,14 +102,14 @@ def produce(k_desc, v_desc, split, call, shared, sizes):
             load_part(k_desc, shared.boxes, number, part, head, row, full, sizes)
             load_part(v_desc, shared.boxes, number + 2, part, head, row, full, sizes)
         entries = following
-    # Complete every named barrier: a half-full one would hang the next program.
+    # Complete every named barrier, since an incomplete one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit
 def tokens_in(LAYOUT: gl.constexpr, sizes):
-    """Return the token offsets in a tile, ``[warp, token]``."""
+    """Return the position within a tile of each warp's tokens, ``[warp, token]``."""
     warp, token = (
         gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)),
         gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT)),
@@ -127,5 +127,5 @@ def rows_in(number: gl.constexpr, split, call, LAYOUT: gl.constexpr, sizes):
 
 @gluon.jit
 def channels(half: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the channel numbers of a half (0 or 1)."""
+    """Return the indices of the channels in the first (0) or second (1) half of a head."""
     return gl.arange(0, HALF, LAYOUT) + half * HALF

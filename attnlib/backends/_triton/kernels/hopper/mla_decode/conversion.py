@@ -1,4 +1,4 @@
-"""The producer warps of rows_64.py over an int8 or fp8 cache: they convert latents to 16 bits."""
+"""The producer warps of ``rows_64.py`` for an int8 or fp8 cache: they convert latents to 16 bits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,9 +8,9 @@ from ..primitives import async_load, barrier_sync, reinterpret
 from ..splits import TOKENS, entry_of
 from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
-WORDS: gl.constexpr = gl.constexpr(32)  # four bytes each: a quarter of the channels
-# A thread converts 16 bytes to 32. Four threads write a line of 128 bytes, and eight write two lines, which
-# swizzling places in different banks.
+WORDS: gl.constexpr = gl.constexpr(32)  # words of four bytes in a quarter of the channels
+# A thread converts 16 bytes to 32. Four threads write a line of 128 bytes. Eight write two lines, which
+# swizzling puts into different banks of shared memory.
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
@@ -30,18 +30,18 @@ def _scaled(stored, dtype):
 
 @gluon.jit
 def rows_from(row, call):
-    """Return the plane rows of a tile that begins at ``row``, limited to existing rows.
+    """Return the cache rows of a tile that begins at ``row``, clamped to the rows that exist.
 
-    The last tile of a contiguous cache may reach beyond the planes.
+    The last tile of a contiguous cache may reach beyond the end of the cache.
     """
     return gl.minimum(row + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), call.pages * call.page_rows - 1)
 
 
 @gluon.jit
 def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
-    """Load a quarter of a tile's channels as 32-bit words.
+    """Load a quarter of a tile's int8 or fp8 channels as 32-bit words.
 
-    With byte loads, Triton would use a register per byte.
+    If it loaded single bytes, Triton would use one register for each.
     """
     c = QUARTER * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     words = k_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -50,7 +50,10 @@ def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
 
 @gluon.jit
 def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
-    """Multiply bytes by their scales, and write them to the first or second quarter of ``half``."""
+    """Convert int8 or fp8 channels to 16 bits, scale them, and write them to a quarter of a tile.
+
+    ``half`` is half of the tile in shared memory; ``QUARTER`` is 0 or 1, one of its two quarters.
+    """
     first, last = gl.inline_asm_elementwise(
         _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -61,7 +64,7 @@ def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr
 
 @gluon.jit
 def mark_full(full):
-    """Signal that half of a tile is in shared memory."""
+    """Signal to the consumers that half of a tile has been written to shared memory."""
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
@@ -71,13 +74,13 @@ def convert(
     k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warps: convert tiles in pairs, each half when its slot becomes free.
+    """Run the producer warps: convert tiles in pairs, each half as soon as its slot becomes free.
 
-    Loads run half a tile ahead.
+    While one half of a tile is converted, the next half is being loaded.
     """
     STORED: gl.constexpr = k_ptr.dtype.element_ty
     first, tiles = tiles_of(split)
-    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # make the number even; the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     row = row_of(entry, first * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)
@@ -104,7 +107,7 @@ def convert(
         store_scaled(b, scale, right, 1, STORED)
         b, scale = load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
         mark_full(full)
-    if tiles > 0:  # a half-full barrier would hang the next program
+    if tiles > 0:  # an incomplete barrier would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, THREADS)
             barrier_sync(RIGHT + slot, THREADS)

@@ -30,10 +30,10 @@ def decode_mla(
     schedule_offset, limit, left, right, prefix, scale, softcap,
     SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Write out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
+    """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    If packed, out is ``[t, h, e]`` and the LSE ``[h, t]``. ``BLOCK_M`` is 16 or 64 query rows. An int8 or fp8
-    cache needs scales. The other parameters are those of the generic decode kernel.
+    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``BLOCK_M`` is 16 or 64 query
+    rows. An int8 or fp8 cache needs scales. The other parameters are those of the generic decode kernel.
     """
     CONVERTED: gl.constexpr = k_scale_ptr is not None
     gdc_wait()

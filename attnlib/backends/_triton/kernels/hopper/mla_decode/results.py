@@ -12,7 +12,7 @@ from .shared import HALF
 
 @gluon.jit
 def with_sink(l_i, m_i, r, split, call):
-    """Add the sink logit, a key whose value is 0, to the softmax sums.
+    """Add the sink logit to the softmax sums; it acts like the score of a key whose value is 0.
 
     Returns the factor for the output sums, and the new ``l_i`` and ``m_i``.
     """
@@ -26,7 +26,7 @@ def with_sink(l_i, m_i, r, split, call):
 
 @gluon.jit
 def store_lse(l_i, m_i, r, split, call, results):
-    """Write the LSE of rows: in natural units, or in log2 units for a split."""
+    """Write the LSE of query rows: in natural units, or for one of several splits in log2 units."""
     lse2 = m_i + gl.log2(l_i)
     token, valid = split.row + r // call.group, r < split.count * call.group
     if split.splits == 1:
@@ -39,7 +39,7 @@ def store_lse(l_i, m_i, r, split, call, results):
 
 @gluon.jit
 def share_of(acc, share, AXIS: gl.constexpr):
-    """Multiply sums by the share of each row; a share of 0 gives 0, even for NaN or infinity."""
+    """Multiply sums by a factor per row; a factor of 0 gives 0, even if sums are NaN or infinite."""
     share = gl.expand_dims(share, AXIS)
     return gl.where(share == 0.0, 0.0, acc * share)
 
@@ -48,7 +48,7 @@ def share_of(acc, share, AXIS: gl.constexpr):
 def in_fp32(slots, ROWS: gl.constexpr):
     """Reinterpret the shared memory of ``slots`` as fp32 values ``[ROWS, HALF]``.
 
-    First reinterpret all of it, then take a slice: Triton 3.8 refuses to change the size.
+    Triton 3.8 cannot change the size of memory when it reinterprets it, so a slice is taken afterwards.
     """
     FIT: gl.constexpr = slots.numel * slots.dtype.primitive_bitwidth // (32 * HALF)
     room = reinterpret(slots, gl.float32, [FIT, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -59,8 +59,8 @@ def in_fp32(slots, ROWS: gl.constexpr):
 def store_half(half, FIRST: gl.constexpr, split, call, results):
     """Write half of the channels, from ``FIRST`` on, from shared memory to ``out`` or as a partial result.
 
-    Shared memory serves to coalesce the stores: in the layout of products, a thread has only 8 adjacent bytes
-    of a row.
+    Going through shared memory coalesces the stores: in the layout of matrix products, a thread has only 8
+    adjacent bytes of a row.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     ROWS: gl.constexpr = half.shape[0]
@@ -89,10 +89,10 @@ def join_and_store(
     number: gl.constexpr, sums, given, taken, of_rows, band, split, call, results,
     BOTH: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Join the sums of two consumers, which each write one half of the channels.
+    """Join the sums of two consumers, each of which writes one half of the channels.
 
-    A consumer passes the other half of its sums to the other consumer in ``given``, free shared memory of its
-    own, and reads its half of the other's sums from ``taken``.
+    A consumer writes its sums of the half that it does not keep to ``given``, free shared memory of its own.
+    It reads the other consumer's sums of its half from ``taken``.
     """
     LAYOUT: gl.constexpr = sums.left.type.layout
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)

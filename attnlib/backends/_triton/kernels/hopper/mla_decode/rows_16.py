@@ -1,9 +1,9 @@
 """MLA decoding with 16 query rows for Hopper, in Gluon: one program per SM, bound by memory bandwidth.
 
-Products are transposed, with tokens or channels in the 64 rows of a wgmma and queries in its 16 columns, so
+Matrix products are transposed: tokens or channels are the 64 rows of a wgmma and queries its 16 columns, so
 no row is padding. Two consumer warpgroups process alternate tiles, so that one waits for its tile while the
-other multiplies. Each keeps its own sums over all channels; they are joined at the end. A producer warp loads
-tiles by TMA.
+other multiplies. Each keeps its own sums over all channels, which are joined at the end. A producer warp
+loads tiles by TMA.
 """
 
 from typing import NamedTuple
@@ -38,20 +38,20 @@ from .shared import (
 )
 
 ROWS: gl.constexpr = gl.constexpr(16)
-# The layout of scores and of output sums.
+# The register layout of scores and output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-# Named barriers: two from FIRST on signal that a slot is free; BOTH joins the two consumers.
+# Named barriers: FIRST and the next one signal that a slot is free; at BOTH, the consumers meet.
 BOTH: gl.constexpr = gl.constexpr(FIRST + 2)
 WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows16Shared(NamedTuple):
-    """Shared memory of the program.
+    """The shared memory of a program.
 
-    ``q``, ``left`` and ``right`` have halves of the latent channels of queries and of two tiles; ``q_tail``
-    and ``tail`` have the rotary channels. ``p`` has probabilities, ``joined`` the softmax state that
-    consumers join at the end, and ``left_full`` and ``right_full`` the mbarriers of the loads.
+    ``q`` holds the two halves of the queries' latent channels, and ``left`` and ``right`` those of two tiles.
+    ``q_tail`` and ``tail`` hold the rotary channels, ``p`` probabilities, and ``joined`` the maxima and sums
+    that the consumers join at the end. ``left_full`` and ``right_full`` are the mbarriers of the loads.
     """
 
     q: gl.shared_memory_descriptor
@@ -67,7 +67,7 @@ class Rows16Shared(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load each tile as its slot becomes free."""
+    """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
     first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
@@ -79,13 +79,13 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
         left, right, tail = shared.left.index(slot), shared.right.index(slot), shared.tail.index(slot)
         load_half(k_desc, row, 0, left, shared.left_full.index(slot))
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    for slot in range(gl.minimum(tiles, 2)):  # a half-full barrier would hang the next program
+    for slot in range(gl.minimum(tiles, 2)):  # an incomplete barrier would hang the next program
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
 @gluon.jit
 def scores(number: gl.constexpr, zero, shared, phase):
-    """Compute ``k @ q.T`` for the next tile of this consumer."""
+    """Multiply the latents of this consumer's next tile by the queries, ``k @ q.T``."""
     slot, q = anew(number), anew(0)
     mbarrier.wait(shared.left_full.index(slot), phase)
     s = warpgroup_mma(
@@ -117,9 +117,9 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared):
-    """Run consumer ``number``: attention over every other tile, beginning with tile ``number``.
+    """Run consumer ``number``: compute attention over every other tile, beginning with tile ``number``.
 
-    At the end the consumers join their sums, and each writes half of the channels.
+    At the end, the two consumers join their sums, and each writes half of the channels.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -151,7 +151,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
     # Each consumer gives shared memory of its own slot, which no load will overwrite.
     given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)

@@ -1,7 +1,8 @@
 """MLA decoding with 16 query rows over int8 or fp8 latents for Hopper, in Gluon: one program per SM.
 
-As in rows_16.py, products are transposed, and two consumers process alternate tiles. Pairs of stored bytes
-are read from shared memory as 16-bit operands, and converted to even and odd channels in fp16, in registers.
+As in ``rows_16.py``, matrix products are transposed, and two consumers process alternate tiles. Stored bytes
+are read from shared memory in pairs, as 16-bit operands. Each pair is converted in registers to an even and
+an odd channel in fp16.
 """
 
 from typing import NamedTuple
@@ -27,22 +28,23 @@ from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
-CHUNK: gl.constexpr = gl.constexpr(128)  # channel pairs in registers at once: half of all
-# The layout of scores and of output sums.
+CHUNK: gl.constexpr = gl.constexpr(128)  # channel pairs that are in registers at the same time: half of all
+# The register layout of scores and output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 PAIRS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
-# Named barriers: SLOTS from FIRST on signal that a slot is free; BOTH joins the two consumers.
+# Named barriers: one per slot, from FIRST on, signals that it is free; at BOTH, the consumers meet.
 BOTH: gl.constexpr = gl.constexpr(FIRST + SLOTS)
 WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class PairsShared(NamedTuple):
-    """Shared memory of the program.
+    """The shared memory of a program.
 
-    ``q`` has the even and odd latent channels of queries, ``q_tail`` their rotary channels. A slot has the
-    stored bytes in ``pairs``, rotary channels in ``tail``, and scales. ``p`` has probabilities, ``joined``
-    the softmax state that consumers join at the end, and ``full`` the mbarriers of the loads.
+    ``q`` holds the even and odd latent channels of queries, and ``q_tail`` their rotary channels. Each slot
+    of the ring holds a tile: stored bytes in ``pairs``, rotary channels in ``tail``, and scales. ``p`` holds
+    probabilities, ``joined`` the maxima and sums that the consumers join at the end, and ``full`` the
+    mbarriers of the loads.
     """
 
     q: gl.shared_memory_descriptor
@@ -56,9 +58,9 @@ class PairsShared(NamedTuple):
 
 
 class ChunkSums(NamedTuple):
-    """The running sums of even and odd channels of each chunk, and the softmax state.
+    """The running sums of even and odd channels, for each chunk of channels, and the softmax state.
 
-    ``l_i`` sums probabilities per token position in a tile; ``m_i`` is the running maximum.
+    ``l_i`` has sums of probabilities, one per token position in a tile; ``m_i`` is the running maximum.
     """
 
     sums: tuple
@@ -68,7 +70,7 @@ class ChunkSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load each tile as its slot becomes free."""
+    """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
     first, tiles = tiles_of(split)
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
@@ -82,16 +84,16 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
         async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         async_load(scale_desc, [0, row], full, shared.scale.index(slot))
-    # Complete every named barrier: a half-full one would hang the next program.
+    # Complete every named barrier, since an incomplete one would hang the next program.
     for slot in range(gl.minimum(tiles, SLOTS)):
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
 @gluon.jit
 def load_in_range(number: gl.constexpr, queries, split, call, shared):
-    """Write half of the queries to shared memory, and return a factor per row.
+    """Write half of the queries to shared memory in fp16, and return a factor per row.
 
-    Rows are scaled by powers of two into the range of fp16; the factor undoes that.
+    Rows are scaled by powers of two into the range of fp16; the factors undo the scaling.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
@@ -110,15 +112,15 @@ def load_in_range(number: gl.constexpr, queries, split, call, shared):
 
 @gluon.jit
 def factors(pairs, STORED: gl.constexpr):
-    """Load pairs of bytes, and return their even and odd channels as fp16 operands in registers."""
+    """Load pairs of int8 or fp8 bytes, and return even and odd channels as fp16 operands in registers."""
     return both_factors(pairs.load(PAIRS), STORED, True)
 
 
 @gluon.jit
 def scores(slot, scale, shared, STORED: gl.constexpr):
-    """Compute ``k @ q.T`` for a tile whose latent channels have a ``scale`` per token.
+    """Compute ``k @ q.T`` for a tile of int8 or fp8 latents, which have a ``scale`` per token.
 
-    Rotary channels are stored unscaled.
+    Rotary channels are stored without a scale.
     """
     s, q = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), anew(0)
     for c in gl.static_range(0, HALF, CHUNK):
@@ -167,9 +169,9 @@ def in_order(even, odd):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, STORED: gl.constexpr):
-    """Run consumer ``number``: attention over every other tile, beginning with tile ``number``.
+    """Run consumer ``number``: compute attention over every other tile, beginning with tile ``number``.
 
-    At the end the consumers join their sums, and each writes half of the channels.
+    At the end, the two consumers join their sums, and each writes half of the channels.
     """
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
@@ -194,7 +196,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
         state = add_tile(number, state, slot, (first + t) * TOKENS, i, modifiers, band, split, shared, STORED)
         barrier_arrive(FIRST + slot, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
     given = in_fp32(shared.pairs.index(number), ROWS)  # one of its own slots
     taken = in_fp32(shared.pairs.index(1 - number), ROWS)
     left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])

@@ -1,8 +1,8 @@
 """MLA decoding with 64 query rows for Hopper, in Gluon (FlashMLA; DeepSeek, 2025): one program per SM.
 
-The sums, 64 x 512, take half of all registers, so each of two consumer warpgroups holds half of the channels.
-One consumer computes the scores and probabilities of even tiles, the other those of odd tiles, and each hands
-its probabilities to the other, in tile order. A producer warp loads halves of tiles by TMA.
+The 64 x 512 output sums take half of all registers, so each of two consumer warpgroups holds the sums of half
+of the channels. One consumer computes the probabilities of even tiles, the other those of odd tiles, and they
+pass them to each other in the order of tiles. A producer warp loads halves of tiles by TMA.
 """
 
 from typing import NamedTuple
@@ -39,8 +39,8 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Named barriers: LEFT and RIGHT (two each) signal that half of a slot is free, HANDED (two) that the
-# probabilities are ready; BOTH joins the two consumers.
+# Named barriers: LEFT and RIGHT (two each) signal that half of a slot is free, and HANDED (two) that
+# probabilities are ready. At BOTH, the two consumers meet.
 LEFT: gl.constexpr = gl.constexpr(FIRST)
 RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
 HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
@@ -51,11 +51,11 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows64Shared(NamedTuple):
-    """Shared memory of the program.
+    """The shared memory of a program.
 
-    ``q``, ``left`` and ``right`` have halves of the latent channels of queries and of two tiles, ``tail`` the
-    rotary channels of the tiles. Consumers hand probabilities ``p`` and maxima ``m`` to each other.
-    ``left_full`` and ``right_full`` are the mbarriers of the loads.
+    ``q`` holds the two halves of the queries' latent channels, and ``left`` and ``right`` those of two tiles;
+    ``tail`` holds the rotary channels of the tiles. Consumers pass probabilities ``p`` and maxima ``m`` to
+    each other. ``left_full`` and ``right_full`` are the mbarriers of the loads.
     """
 
     q: gl.shared_memory_descriptor
@@ -84,7 +84,7 @@ class OneHalfSums(NamedTuple):
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Run the producer warp: load tiles in pairs, each half as its slot becomes free."""
     first, tiles = tiles_of(split)
-    tiles = gl.cdiv(tiles, 2) * 2  # an even number: the last tile may be loaded twice
+    tiles = gl.cdiv(tiles, 2) * 2  # make the number even; the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
@@ -97,7 +97,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
         right, tail = shared.right.index(slot), shared.tail.index(slot)
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    if tiles > 0:  # a half-full barrier would hang the next program
+    if tiles > 0:  # an incomplete barrier would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, WITH_PRODUCER)
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
@@ -105,7 +105,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
 
 @gluon.jit
 def scores(number: gl.constexpr, tail, zero, shared, phase):
-    """Start ``q @ k.T`` for the next tile of this consumer; the caller waits for it."""
+    """Start the product ``q @ k.T`` for this consumer's next tile; the caller waits for the result."""
     mbarrier.wait(shared.left_full.index(number), phase)
     slot, q = anew(number), anew(0)
     left, right = shared.left.index(slot), shared.right.index(slot)
@@ -124,7 +124,7 @@ def rescale(state, factor):
 
 @gluon.jit
 def hand_over(number: gl.constexpr, p, m_i, shared):
-    """Pass probabilities, and the maximum they are relative to, to the other consumer."""
+    """Pass probabilities, and the maximum that was subtracted from scores, to the other consumer."""
     shared.p.index(number).store(p)
     shared.m.index(number).store(m_i)
     fence_async_shared()
@@ -158,7 +158,7 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS: gl.constexpr):
-    """Run consumer ``number``: attention over half of the channels, and its results.
+    """Run consumer ``number``: compute attention for half of the channels, and write the results.
 
     Consumer 0 computes the probabilities of even tiles, consumer 1 those of odd tiles.
     """
@@ -212,7 +212,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             )
             barrier_arrive(RIGHT + 1, THREADS)
 
-    gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
     shared.m.index(2 + number).store(state.l_i)
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))

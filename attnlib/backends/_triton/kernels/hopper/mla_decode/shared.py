@@ -1,4 +1,4 @@
-"""Shared by the MLA decode kernels: tiles of 64 tokens of a latent cache, queries, scores and softmax."""
+"""Common code of the MLA decode kernels: load tiles of 64 tokens, load queries, compute softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +22,7 @@ def tiles_of(split):
 
 @gluon.jit
 def first_entry(first, split, call, PAGE: gl.constexpr):
-    """Return the page-table entry of the first tile; reload it if ``split`` has that of another page."""
+    """Return the page-table entry of a split's first tile; load it if ``split`` holds another page's."""
     entry = split.entry
     if PAGE:
         if first * TOKENS // PAGE != split.column:
@@ -68,7 +68,7 @@ def load_queries(
     valid, head = split.start + n < split.count * call.group, split.start % call.group + n
     if call.group < ROWS:
         later = head // call.group
-    else:  # dividing every row would take longer than the load
+    else:  # if every row were divided, this would take longer than the load
         later = (head >= call.group).to(gl.int32)
     token, head = split.row + split.start // call.group + later, head - later * call.group
     at = split.plane * queries.stride_qb + token.to(gl.int64) * queries.stride_qs + head * queries.stride_qh
@@ -77,7 +77,7 @@ def load_queries(
 
 @gluon.jit
 def clear_others(values, n, split):
-    """Zero the rows of a tile outside the split's tokens, which may hold arbitrary data.
+    """Zero the rows of a tile outside the split's tokens, since they may hold arbitrary data.
 
     ``n`` is the first token of the tile. A fence makes the zeros visible to wgmma.
     """
@@ -95,7 +95,7 @@ def clear_others(values, n, split):
 def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
     """Apply score options and the mask to products with a tile of tokens, which begins at token ``n``.
 
-    Tokens lie along ``AXIS``. Hidden scores are -inf.
+    Tokens lie along dimension ``AXIS``. The scores of hidden tokens become -inf.
     """
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
     s, _ = modify(s, modifiers, gl.expand_dims(i + band.offset, AXIS), j)
