@@ -180,8 +180,8 @@ class KVCache:
 
         An int appends that many tokens to every live sequence, in admission order, and layers take dense
         tensors ``[b, s, m]``. A mapping from handles to counts appends to these sequences, in its order, and
-        layers take packed tensors ``[t, m]``. Pass ``replay=True`` if a captured CUDA graph appends for
-        all layers. Errors are raised before anything is written, or on exit.
+        layers take packed tensors ``[t, m]``. Pass ``replay=True`` if a captured CUDA graph appends for all
+        layers. Errors are raised before anything is written, or on exit.
 
         Raises:
             CacheFullError: too few pages are free, or a sequence would exceed ``max_length``.

@@ -12,7 +12,7 @@ from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
 from .select import CALL_CACHE, storing
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup
 
 

@@ -8,7 +8,7 @@ from ..internal.checks import check_count
 from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Options printed by a layer's repr if they are set. The scale is left out, since it always is.
+# A layer's repr prints these options if they are set. The scale is omitted, since it is always set.
 OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 
@@ -93,7 +93,8 @@ def head_dims(
 def published_slopes(num_heads: int) -> list[float]:
     """Return the ALiBi slopes of the paper: a geometric series for each power of two.
 
-    Other head counts take the series of the next lower power, then every other term of the next higher one.
+    Other head counts use the series of the next lower power of two, and then every other term of the series
+    of the next higher power.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]

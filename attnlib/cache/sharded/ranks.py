@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...internal.meshes import check_mesh
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
