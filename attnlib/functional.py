@@ -63,8 +63,8 @@ def attention(
     - ``sinks`` ``[h]`` are extra logits in the softmax. They have no value, and no option changes them.
     - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the keys outside ``[start, end)``. The alignment of
       queries and keys stays the same.
-    - Dropout depends only on ``dropout_seed`` and on the indices of sequence, head, query and key. The seed
-      is int64 ``[1]``, or None for a random seed.
+    - Dropout decides by ``dropout_seed`` and the indices of sequence, head, query and key. The seed is int64
+      ``[1]``, or None for a random seed.
     - q, k and v may be float8_e4m3fn, as :func:`quantize_fp8` makes them. They need positive fp32 scales:
       ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. The result is bf16, and there is
       no backward.

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dispatch.storage import new_schedule, update_schedule
 from ..kv import KVLayout
 
-MAX_PINNED = 1 << 14  # larger buffers are copied from pageable memory, and the host waits
+MAX_PINNED = 1 << 14  # integers; larger buffers are copied from pageable memory, and the host waits
 MAX_SPLITS = 16  # the longest sequence is divided into at most this many splits
 MIN_SPLIT_SIZE = 1024  # in tokens
 

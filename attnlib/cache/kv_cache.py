@@ -63,7 +63,7 @@ class KVCache:
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the step shape that the layers are prepared for
-        # Tensors made in inference mode could not be written outside of it.
+        # Tensors created in inference mode could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             device = torch.empty(0, device=device).device
             self._buffers = StepBuffers(sequences, options, device)
@@ -161,7 +161,7 @@ class KVCache:
         """Start ``n`` empty sequences, and return their handles.
 
         ``left_padding[i]`` is the number of padding tokens at the start of the i-th sequence. Padding is
-        stored but never visible, rotary positions count from after it, and it must arrive in dense steps.
+        stored but never visible, and must arrive in dense steps. Rotary positions start after the padding.
 
         Raises:
             CacheFullError: there would be more than ``max_sequences`` sequences.

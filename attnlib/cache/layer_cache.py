@@ -49,7 +49,7 @@ class LayerCache:
         }
         # The rotary convention of the stored keys is None before the first append.
         self.convention: str | None = None
-        self.appended: bool = False  # in this step; append only sets it, so no compiled layer depends on it
+        self.appended: bool = False  # True after append; compiled layers never read it
         self._prepared: tuple = ()  # positions, slots and view for steps of the present shape
         self._slots: Tensor | None = None  # None if nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
@@ -58,10 +58,10 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
 
-        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent
-        storage ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the
-        layout has no tail) and ``angles`` rotate ``k_rope``. Writes the planes in place; calling twice in a
-        step overwrites the same slots. Under ``torch.autocast`` both are cast to the layout's dtype.
+        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``. If ``angles`` are given, they rotate ``k``. For
+        latent storage, ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]``, and ``angles`` rotate
+        ``k_rope``, which is None if the layout has no tail. A second call in the same step overwrites the
+        tokens. Under ``torch.autocast``, k and v are cast to the layout's dtype.
 
         Raises:
             RuntimeError: outside a step, in a ``read``, or with another rotary convention than in the first
@@ -199,16 +199,16 @@ class LayerCache:
         self._prepared = (step.positions, window.slots, view)
 
     def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
-        """Enter a step or read with the prepared view. The cache calls it."""
+        """Enter a step or read with the prepared view. The cache calls this method."""
         self.positions, self._slots, self._view = self._prepared
         self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
 
     def _close(self) -> None:
-        """Leave the step or read. The cache calls it."""
+        """Leave the step or read. The cache calls this method."""
         self.positions = self._slots = self._view = None
 
     def _poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, or with -128 if the plane is int8. The cache calls it."""
+        """Fill freed pages with NaN (-128 in an int8 cache). The cache calls this method."""
         for plane in self.planes.values():
             byte = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}.get(plane.dtype)  # 0x7F is the NaN of e4m3fn
             for page in pages:

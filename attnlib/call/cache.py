@@ -25,7 +25,7 @@ Key = tuple[object, ...]  # equal keys mean that one cached call or write can se
 def key_of(call: Call, name: str | None) -> Key | None:
     """Return the cache key of a call: everything it depends on except its view and its tensors' values.
 
-    None means that the call cannot be cached, for example under torch.compile or with optional tensors.
+    Return None if the call cannot be cached, for example under torch.compile or with optional tensors.
     """
     q, k, v, score, dropout = call.q, call.k, call.v, call.score, call.dropout
     if call.kv is not None:

@@ -89,7 +89,7 @@ class MeshPlacement(NamedTuple):
         return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
     def span(self, letter: str) -> tuple[int, int]:
-        """Return the start and size of this rank's shard of a dimension, as DTensor divides it."""
+        """Return the start and size of this rank's shard of a dimension, by DTensor's rule."""
         start, size = 0, self.sizes[letter]
         for at, shared in enumerate(self.shared):
             if shared == letter:

@@ -59,7 +59,7 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
     """Return the tensors that a layer's mask captures; None for a plain Mask, which reads none.
 
     Raises:
-        ValueError: a tensor has another head count than the layer.
+        ValueError: the number of heads in a tensor differs from the layer's.
     """
     if isinstance(mask, Mask):
         return None
@@ -72,7 +72,7 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
 
     Raises:
         TypeError: ``score`` was not made by score_mod().
-        ValueError: a tensor has another head count than the layer.
+        ValueError: the number of heads in a tensor differs from the layer's.
     """
     if score is None:
         return None

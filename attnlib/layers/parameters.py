@@ -39,7 +39,7 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
 def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str, ...]:
     """Return the names of the projections that have a bias.
 
-    ``bias`` names them, or it is a bool for q, k and v, and ``output_bias`` one for o.
+    ``bias`` is a tuple of their names, or a bool for q, k and v; ``output_bias`` is a bool for o.
 
     Raises:
         TypeError: an argument has another type.

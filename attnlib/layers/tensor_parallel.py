@@ -58,7 +58,7 @@ class Share(NamedTuple):
         return self.first // group, max(1, self.count // group)
 
     def stored_heads(self, local: int, total: int) -> int:
-        """Return how many of ``total`` KV heads this rank stores; ``local`` if its weight is not sharded."""
+        """Return how many of ``total`` KV heads this rank stores: ``local`` without tensor parallelism."""
         return self.kv_heads(total)[1] if self.shares else local
 
     def local_score(self, score: Score) -> Score:

@@ -60,7 +60,7 @@ class ShardedRoute:
         return ShardedRoute(self.ranks)
 
     def with_own_heads(self) -> "ShardedRoute":
-        """Return the route for queries whose heads only this rank has; all read the same KV heads."""
+        """Return the route for calls in which each rank has different query heads for the same KV heads."""
         return replace(self, ranks=self.ranks.with_own_heads())
 
     def attend(self, call: Call, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor]:
