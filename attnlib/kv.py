@@ -155,10 +155,10 @@ class KVView:
     The tensors ``k``, ``k_tail``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
     contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
     ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
-    garbage. Keys ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of
-    ``lengths[b]``: ``s`` each in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed one.
+    garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
+    sequence: ``s`` of them in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
     ``schedule`` divides sequences into splits on a GPU. A ``split_size`` above 0 fixes the size of every
-    split, and splits are merged in order, so that bits do not depend on the batch.
+    split. Splits are then merged in order, so that bits do not depend on the batch.
 
     With shared prefixes, or in a cache that is sharded over ranks, a view has a ``route``: it splits an
     attention call into several calls and merges their results. ``dataclasses.replace`` drops the route over
@@ -224,8 +224,8 @@ class KVView:
     def check_contents(self, queries: int) -> None:
         """Read the integers of the view to the host, and raise ValueError if one is out of range.
 
-        Lengths and starts must fit the table, the pages of visible tokens must exist, and the offsets of a
-        packed call must fit its ``queries``.
+        Lengths and starts must fit the page table, the pages of visible tokens must exist, and the offsets of
+        a packed call must not exceed the number of its ``queries``.
         """
         size, pages, capacity = self.page_size, self.k.shape[0], self.table.shape[1] * self.page_size
         table = self.table.tolist()

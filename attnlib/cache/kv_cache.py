@@ -116,13 +116,13 @@ class KVCache:
         """Make a cache whose sequences take pages of ``page_size`` tokens as they grow.
 
         Args:
-            layouts: what one token stores in each layer.
+            layouts: for each layer, the layout of the keys and values of one token.
             pages: the page count of every window class, or a mapping from window class to count. The class of
                 a layout is None, its window, or ``(window, keep_first)``.
             page_size: tokens per page.
-            max_sequences: the most live sequences at a time.
-            max_length: the most tokens of one sequence, which sets the width of the page table. None allows
-                one sequence to take all pages.
+            max_sequences: the largest number of live sequences at a time.
+            max_length: the largest length of a sequence, which sets the width of the page table. With None,
+                one sequence may take all pages.
             storage_dtype: int8 or float8_e4m3fn, in which layers without a ``store`` in their layout store
                 keys and values.
             rollback: how many tokens behind a window to retain, for ``truncate`` and ``read``.
@@ -130,12 +130,12 @@ class KVCache:
                 their shared pages once for the whole group. A run of rows that share nothing counts as a
                 group too; rows beyond the last group are read as usual. Only layers without a window do this.
                 It costs a second attention call and a merge in every step.
-            batch_invariant: give a sequence the same bits whatever else is in its steps, and whether its
-                tokens arrive together or one by one. This holds on one GPU model, for one version of attnlib
-                and of Triton, and for one ``max_length`` (rounded up to a power of two). MLA layers then use
-                the absorbed form.
-            mesh: a one-dimensional mesh whose ranks share what layers without a window store: each token
-                lives on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
+            batch_invariant: make the results of a sequence bit-identical for any other sequences in its
+                steps, and whether its tokens arrive together or one by one. This holds on one GPU model, for
+                one version of attnlib and of Triton, and for one ``max_length`` (rounded up to a power of
+                two). MLA layers then use the absorbed form.
+            mesh: a one-dimensional mesh over which layers without a window are sharded: each token lives
+                on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
                 same calls with the same numbers; nothing checks that.
             device: the device of all tensors; None means torch's default device.
 

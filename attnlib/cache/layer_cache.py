@@ -24,7 +24,7 @@ class LayerCache:
     Every step yields the same object, so that torch.compile compiles a model only once.
 
     Attributes:
-        layout: what one token stores.
+        layout: the layout of the keys and values of one token.
         prefill: True if some sequence gets more than 16 tokens in this step.
         history: the longest length before the step, rounded up to a power of two, 0 if all are empty. Read it
             only if ``prefill`` is True, or a compiled model recompiles as sequences grow.
