@@ -1,8 +1,8 @@
-"""Attention layers over one shared attention core, for training and for decoding with the same weights.
+"""Attention layers that share one attention core, for training and for decoding with the same weights.
 
-To read the code, start with ``masks/band.py`` (the keys that a query sees) and ``functional.py`` (attention
-as a function). Continue with ``kv.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of
-these). ``docs/tour.md`` follows a tensor through the library.
+To read the code, start with ``masks/band.py`` (which keys a query sees) and ``functional.py`` (the attention
+functions). Continue with ``kv.py`` (how a cache stores tokens) and ``layers/gqa.py`` (a layer that uses all
+three). ``docs/tour.md`` follows a tensor through the library.
 """
 
 import torch

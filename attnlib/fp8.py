@@ -1,4 +1,4 @@
-"""fp8 inputs: q, k and v in e4m3 with a scale for each sequence and head, and their quantization."""
+"""Quantization of q, k and v to fp8 (e4m3), with a scale for each sequence and head."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Descales(NamedTuple):
 
 @leading_to("quantize_fp8(q, k, v) makes them")
 class Fp8Inputs(NamedTuple):
-    """The result of :func:`quantize_fp8`: the fp8 arguments of attention, by name."""
+    """The result of :func:`quantize_fp8`: fp8 q, k and v and their scales, by argument name."""
 
     q: Tensor
     k: Tensor
@@ -42,16 +42,16 @@ class Fp8Inputs(NamedTuple):
 
 
 def descales_of(q: Tensor | None, k: Tensor | None = None, v: Tensor | None = None) -> Descales | None:
-    """Return the descales of a call; None if it has none."""
+    """Return the scales that dequantize the inputs of a call, or None if the call has none."""
     return None if q is k is v is None else Descales(q, k, v)
 
 
 def check_descales(
     descales: Descales | None, dtype: torch.dtype, sizes: dict[str, int], *, over_view: bool
 ) -> None:
-    """Raise TypeError or ValueError unless a call has exactly the descales that inputs of ``dtype`` need.
+    """Raise TypeError or ValueError unless a call has exactly the scales that inputs of ``dtype`` need.
 
-    ``sizes`` are the call's b, h and g.
+    ``sizes`` has the call's sizes b, h and g.
     """
     needed = () if dtype != E4M3 else ("q_descale",) if over_view else Descales._fields
     for name, x in (descales or Descales())._asdict().items():
@@ -81,14 +81,15 @@ def quantize_fp8(
 ) -> Fp8Inputs:
     """Quantize q, k and v to e4m3, with a scale for each sequence and head.
 
-    q is ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]``; with offsets they are packed. The
+    q is ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]``; with offsets all three are packed. The
     largest magnitude of a head becomes 448, the maximum of e4m3. Infinities and NaN become NaN and do not
     affect the scale.
 
-    ``incoherent`` multiplies q and k by one orthogonal matrix. It leaves every q·k unchanged and spreads
-    outliers over all channels, which reduces the quantization error of the others. The matrix is a fixed
-    pattern of random signs, followed by one Hadamard matrix for each power of two in the binary expansion of
-    ``d`` ("incoherent processing"; Shah et al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv 2307.13304).
+    ``incoherent`` multiplies q and k by the same orthogonal matrix. This leaves every q·k unchanged but
+    spreads outliers over all channels, which reduces the quantization error of the other values. The matrix
+    is a fixed pattern of random signs, followed by one Hadamard matrix for each power of two in the binary
+    expansion of ``d`` ("incoherent processing"; Shah et al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv
+    2307.13304).
 
     Raises:
         ValueError, TypeError: a shape or dtype does not fit.
@@ -111,7 +112,7 @@ def quantize_fp8(
 
 
 def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Return a scale ``[b, h]`` as a factor for ``[b, t, h, d]``, or for packed ``[t, h, d]``.
+    """Reshape a scale ``[b, h]`` to broadcast over a tensor ``[b, t, h, d]`` or packed ``[t, h, d]``.
 
     Packed rows after the last offset have the factor 1.
     """
@@ -121,7 +122,7 @@ def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Return the sequence index of each token, int64 ``[t]``; ``b`` after the last offset."""
+    """Return the sequence index of each token, int64 ``[t]``; tokens after the last offset get ``b``."""
     n = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:], n, right=True)
 
@@ -156,7 +157,7 @@ def _hadamard(n: int, device: torch.device) -> Tensor:
 
 
 def _signs(d: int, device: torch.device) -> Tensor:
-    """Return random signs from a hash of the channel index, computed on the device without a stored state."""
+    """Return a fixed pattern of random signs, a hash of each channel's index, computed on the device."""
     x = torch.arange(1, d + 1, device=device)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = ((x ^ x >> 16) * factor) & LOW

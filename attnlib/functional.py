@@ -1,4 +1,4 @@
-"""Attention as functions, over dense tensors, packed sequences and KV caches; and :func:`explain`."""
+"""The attention functions for dense tensors, packed sequences and KV caches, and :func:`explain`."""
 
 from collections.abc import Callable
 from copy import copy
@@ -63,8 +63,8 @@ def attention(
     - ``sinks`` ``[h]`` are extra logits in the softmax. They have no value, and no option changes them.
     - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the keys outside ``[start, end)``. The alignment of
       queries and keys stays the same.
-    - Dropout is decided by Philox bits of (``dropout_seed``, sequence, head, i, j). ``dropout_seed`` is int64
-      ``[1]``, or None for a random one.
+    - Dropout decides by ``dropout_seed`` and the indices of sequence, head, query and key. The seed is int64
+      ``[1]``, or None for a random seed.
     - q, k and v may be float8_e4m3fn, as :func:`quantize_fp8` makes them. They need positive fp32 scales:
       ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. The result is bf16, and there is
       no backward.
@@ -111,7 +111,7 @@ def attention_with_lse(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`attention` and its LSE ``[b, h, s]``, both differentiable.
+    """Return the result of :func:`attention` and its LSE ``[b, h, s]``; both are differentiable.
 
     The LSE is the natural logarithm of the sum of ``exp(score)`` over the visible keys and the sink. It is
     fp32 (fp64 for fp64 inputs), and -inf for a query that has neither a visible key nor a sink.
@@ -152,7 +152,7 @@ def varlen_attention(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Return :func:`attention` within packed sequences, ``[s, h, e]``.
+    """Return attention within packed sequences, ``[s, h, e]``.
 
     q is ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]``. Sequence ``n`` owns the rows from
     ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``. The offsets are int32 ``[b + 1]`` and start at 0. Output
@@ -194,7 +194,7 @@ def varlen_attention_with_lse(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`varlen_attention` and its LSE ``[h, s]``, which is -inf after the last offset."""
+    """Return the result of :func:`varlen_attention`, and its LSE ``[h, s]``, -inf after the last offset."""
     call = _call(
         q,
         mask,
@@ -231,8 +231,8 @@ def cached_attention(
 
     Raises:
         NotImplementedError: a gradient is needed.
-        ValueError: a shape does not fit, or the mask reaches further left than the window that a layout
-            retains. With ``ATTNLIB_CHECK=1``, also lengths, pages or offsets that kernels would clamp.
+        ValueError: a shape does not fit, or the mask shows older keys than the cache retains. With
+            ``ATTNLIB_CHECK=1``, also if lengths, pages or offsets are out of range.
     """
     call = _call(
         q,
@@ -258,7 +258,7 @@ def cached_attention_with_lse(
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
+    """Return the result of :func:`cached_attention`, and its LSE ``[b, h, s]`` or packed ``[h, t]``."""
     call = _call(
         q,
         mask,
@@ -315,7 +315,7 @@ def _call(
     packing: Packing | None = None,
     lse: bool = False,
 ) -> Call:
-    """Build the call of a public function; ``keys`` are k and v, ``bounds`` are key_starts and key_ends."""
+    """Build a Call from the arguments of an attention function; ``bounds`` are key_starts and key_ends."""
     (k, v), (starts, ends), given = keys, bounds, descales_of(*descales)
     return Call(q, mask, score, k, v, kv, starts, ends, packing, dropout, NO_ORIGIN, given, lse)
 

@@ -1,4 +1,4 @@
-"""Storage of keys and values: KVLayout for one token, KVView for a batch, Route for unusual views."""
+"""Storage of keys and values: KVLayout of one token, KVView of a batch, Route for shared or sharded pages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
@@ -20,7 +20,7 @@ RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output
 @kind
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of one token in one layer of a cache; :meth:`grouped` and :meth:`latent` make one.
+    """The layout of one token in one layer of a cache; create one by :meth:`grouped` or :meth:`latent`.
 
     Attributes:
         heads: the number of KV heads, 1 for latent storage.
@@ -28,11 +28,11 @@ class KVLayout:
         value_dim: channels of a value, or the rank of a latent.
         tail: channels of the shared rotary key of latent storage, 0 for grouped storage.
         is_latent: True for latent storage.
-        window: how many keys a query sees, itself included; a paged cache drops pages beyond that. None keeps
-            all.
+        window: how many keys a query sees, its own included; a paged cache drops older pages. None retains
+            all keys.
         dtype: the dtype of computation.
-        store: torch.int8 or torch.float8_e4m3fn to store all planes except the tail in one byte per value,
-            with an fp32 scale per token and head. None stores them in ``dtype``.
+        store: torch.int8 or torch.float8_e4m3fn to store everything except the tail in one byte per value,
+            with an fp32 scale per token and head. None stores values in ``dtype``.
         keep_first: the number of first tokens that a window never drops.
     """
 
@@ -107,7 +107,7 @@ class KVLayout:
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """The key by which layers share pages: the window, or ``(window, keep_first)``."""
+        """The window, or ``(window, keep_first)``; layers with equal values share pages."""
         return (self.window, self.keep_first) if self.keep_first else self.window
 
     def check_reach(self, mask: AnyMask) -> None:
@@ -128,7 +128,7 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """The planes, ``name -> (heads, width, dtype)``; width 0 (scales) means no last dimension."""
+        """The stored tensors, ``name -> (heads, width, dtype)``; scales have width 0: no last dimension."""
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:
@@ -143,7 +143,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of one token in one layer, scales included."""
+        """The memory of one token in one layer, in bytes, scales included."""
         return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
 
 
@@ -152,23 +152,24 @@ class KVLayout:
 class KVView:
     """The stored keys and values of a batch of sequences, in the form that kernels read.
 
-    Planes ``k``, ``k_tail`` and ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
+    The tensors ``k``, ``k_tail``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
     contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
     ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
-    garbage. Keys ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of
-    ``lengths[b]``: ``s`` each in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed one.
+    garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
+    sequence: ``s`` of them in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
     ``schedule`` divides sequences into splits on a GPU. A ``split_size`` above 0 fixes the size of every
-    split, and splits are merged in order, so that bits do not depend on the batch.
+    split. Splits are then merged in order, so that bits do not depend on the batch.
 
-    A view with a ``route`` is not read by one kernel call: over shared prefixes, or a cache that is sharded
-    over ranks, the route splits a call and merges the results. ``dataclasses.replace`` drops a route over
-    shared prefixes, whose view is then read as a whole; attention refuses a changed view of a sharded cache.
+    With shared prefixes, or in a cache that is sharded over ranks, a view has a ``route``: it splits an
+    attention call into several calls and merges their results. ``dataclasses.replace`` drops the route over
+    shared prefixes, and attention then reads all keys in one call. Attention raises an error for a changed
+    view of a sharded cache.
 
-    Views are compared by identity. A cache makes its views without a ``check``, since its tensors fit.
+    Views are compared by identity. A cache makes its views with ``check=False``, since its tensors fit.
 
     Raises:
-        TypeError: a plane, scale, table or length is not a tensor of the expected dtype.
-        ValueError: its shape, strides or device do not fit the layout and the other tensors.
+        TypeError: an argument is not a tensor of the expected dtype.
+        ValueError: the shape, strides or device of a tensor do not fit the layout and the other tensors.
     """
 
     layout: KVLayout
@@ -223,8 +224,8 @@ class KVView:
     def check_contents(self, queries: int) -> None:
         """Read the integers of the view to the host, and raise ValueError if one is out of range.
 
-        Lengths and starts must fit the table, the pages of visible tokens must exist, and the offsets of a
-        packed call must fit its ``queries``.
+        Lengths and starts must fit the page table, the pages of visible tokens must exist, and the offsets of
+        a packed call must not exceed the number of its ``queries``.
         """
         size, pages, capacity = self.page_size, self.k.shape[0], self.table.shape[1] * self.page_size
         table = self.table.tolist()
@@ -246,53 +247,53 @@ class KVView:
                 )
 
     def with_route(self, route: "Route") -> "KVView":
-        """Return the same view, which attention reads by this route."""
+        """Return the same view with ``route`` as the way that attention reads it."""
         view = replace(self, route=None, check=False)
         object.__setattr__(view, "route", route)
         return view
 
     def with_own_heads(self) -> "KVView":
-        """Return the view for queries whose heads only this rank has, if ranks share the view.
+        """Return the view for calls in which each rank that shares it has different query heads.
 
-        The heads of all ranks read the same KV heads. Without this, all ranks must have the same queries.
+        The query heads of all ranks read the same KV heads. By default, all ranks must have the same queries.
         """
         return self.with_route(self.route.with_own_heads()) if self.is_partial else self
 
     @property
     def is_partial(self) -> bool:
-        """True if this device stores only some of the tokens, and other ranks the rest."""
+        """True if this device stores only some of the tokens, and other ranks store the rest."""
         return self.route is not None and self.route.is_partial
 
 
 class Route(Protocol):
-    """The way attention reads a view that no single kernel call can read.
+    """The way attention reads a view that needs several kernel calls, such as one with shared prefixes.
 
-    ``is_partial``: the planes hold only some of the tokens.
+    ``is_partial`` is True if this device stores only some of the tokens.
     """
 
     is_partial: bool
 
     def attend(self, call: Any, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Split a call over the view into calls for ``run``, and merge their results to output and LSE.
+        """Split a call into several calls, run them by ``run``, and return the merged output and LSE.
 
-        None if one call over the whole view has to answer. ``dry``: ``run`` explains calls and returns zeros,
-        so nothing may be sent to other ranks.
+        Return None if one call must read the whole view. With ``dry``, ``run`` explains calls and returns
+        zeros, and nothing may be sent to other ranks.
         """
         ...
 
     def explain(self, call: Any, parts: Sequence[Any]) -> Any:
-        """Join the explanations of the calls that :meth:`attend` ran, in their order."""
+        """Combine the explanations ``parts`` of the calls that :meth:`attend` ran, given in that order."""
         ...
 
     def after_replace(self) -> "Route | None":
-        """Return the route of a view of which ``dataclasses.replace`` has changed a field."""
+        """Return the route to use after ``dataclasses.replace`` has changed a field of the view."""
         ...
 
 
 def _check_stored(
     name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise TypeError or ValueError unless ``x`` is such a plane or scale with contiguous channels."""
+    """Raise TypeError or ValueError unless ``x`` has this dtype, shape, device and contiguous channels."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
         raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {came(x)}")
     if x.shape != shape:

@@ -14,8 +14,8 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
     The bounds are the index of the first token and the index after the last, or 0 and 0 for an empty row.
     They are computed on the mask's device. Bounds cannot express padding between two tokens of a row, so a
-    mask with such holes is refused. Finding holes reads the mask on the host; under torch.compile and in a
-    CUDA graph this check is skipped, and everything between the bounds counts as a token.
+    mask with such holes raises an error. This check reads the mask on the host. It is skipped
+    under torch.compile and in a CUDA graph, where everything between the bounds counts as a token.
 
     Raises:
         TypeError: ``attention_mask`` is not a tensor.
@@ -43,9 +43,9 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
     """Return ``cu_seqlens`` int32 ``[n + 1]`` and the longest sequence length of ``position_ids`` ``[b, s]``.
 
-    A new sequence begins at the start of each row, and at each position that is not one more than the one
-    before. ``[s]`` is one row. Flatten x ``[b, s, m]`` with ``x.flatten(0, 1)`` to match the offsets. The
-    longest length is read from the device, so the host waits for it.
+    A new sequence begins at the start of each row, and at each position that is not one more than the
+    position before it. A shape ``[s]`` means one row. Flatten x ``[b, s, m]`` with ``x.flatten(0, 1)`` to
+    match the offsets. The longest length is read from the device, so the host waits for it.
 
     Raises:
         TypeError: ``position_ids`` is not an integer tensor.
@@ -76,7 +76,7 @@ def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
 
     Raises:
         TypeError: ``x`` is not a jagged NestedTensor.
-        ValueError: ``x`` is ragged in another dimension than the second, or has holes.
+        ValueError: ``x`` is not ragged in its second dimension, or has holes.
 
     >>> x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     >>> rows, cu_seqlens, longest = from_jagged(x)

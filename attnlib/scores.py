@@ -24,9 +24,9 @@ class ScoreFunction:
     """A function that modifies attention scores by their indices; :func:`score_mod` makes one.
 
     ``program`` is the traced function, ``tensors`` are the tensors that it reads, and ``names`` their
-    parameter names. Gradients flow into the floating-point tensors. The Python function is not kept, so that
-    a ScoreFunction can be copied and pickled. ``dims`` has the letters of each tensor's dimensions if they
-    are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
+    parameter names. Gradients flow into the floating-point tensors. The Python function is not stored, so a
+    ScoreFunction can be copied and pickled. ``dims`` names the dimensions of each tensor by letters, if their
+    sizes are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
     """
 
     program: Program
@@ -39,7 +39,7 @@ class ScoreFunction:
         return replace(self, tensors=tuple(tensors))
 
     def of_part(self) -> "ScoreFunction":
-        """Return the same function for a part of a call, without validation of tensor sizes."""
+        """Return the same function without validation of tensor sizes, for a chunk of a larger call."""
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
@@ -110,7 +110,7 @@ class Score(NamedTuple):
 
     @property
     def dims(self) -> dict[str, str]:
-        """The dimension letters of the tensor options; slopes may have one row for each sequence."""
+        """The dimensions of the tensor options as letters; slopes may have one row for each sequence."""
         per_sequence = is_strided(self.alibi_slopes) and self.alibi_slopes.dim() == 2
         return {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h"}
 
@@ -138,11 +138,11 @@ def _positive(name: str, value: float) -> float:
             f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for "
             "it"
         )
-    # In fp32 a larger number would be inf and a smaller one 0, and their product NaN. (torch.compile cannot
-    # trace isfinite() on a symbolic float.)
+    # In fp32 a larger number would become inf and a smaller one 0, and their product NaN. torch.compile
+    # cannot trace isfinite() on a symbolic float.
     if not FP32.tiny <= value <= FP32.max:
         raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
-    return 1.0 * value  # as a float: an int may be too large for torch
+    return 1.0 * value  # makes it a float, since an int may be too large for torch
 
 
 # ---- ready-made
@@ -184,8 +184,8 @@ def t5_bias(
 ) -> ScoreFunction:
     """Return a score function for T5's relative bias ``[h, buckets]`` (Raffel et al., 2019, 1910.10683).
 
-    Half of the buckets hold one distance each, and the others ranges that grow up to ``max_distance``. With
-    ``bidirectional``, half of all buckets are for keys after the query. With ``heads_last`` the bias is
+    Half of the buckets are for one distance each, and the others for growing ranges up to ``max_distance``.
+    With ``bidirectional``, half of all buckets are for keys after the query. With ``heads_last`` the bias is
     ``[buckets, h]``, as in T5's checkpoints (``relative_attention_bias.weight``). A call with another head
     count raises ValueError; if there are as many heads as buckets, a wrong order goes unnoticed.
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from ..dispatch.storage import new_schedule, update_schedule
 from ..kv import KVLayout
 
-MAX_PINNED = 1 << 14  # integers of one buffer that are sent through pinned memory, without waiting
-MAX_SPLITS = 16  # splits of the longest sequence
-MIN_SPLIT_SIZE = 1024  # tokens
+MAX_PINNED = 1 << 14  # integers; larger buffers are copied from pageable memory, and the host waits
+MAX_SPLITS = 16  # the longest sequence is divided into at most this many splits
+MIN_SPLIT_SIZE = 1024  # in tokens
 
 
 class Sending:
@@ -81,7 +81,7 @@ class Schedules:
         self._of: dict[int, Tensor] = {}
 
     def add(self, layout: KVLayout) -> None:
-        """Keep a schedule for this layout too."""
+        """Also make a split schedule for layers of this layout."""
         if layout.heads not in self._of:
             made = new_schedule(
                 layout, self._rows, self._device, limit=self._limit, split_size=self._split_size
@@ -94,7 +94,7 @@ class Schedules:
         return self._of.get(heads)
 
     def update(self, starts: Tensor, lengths: Tensor, *, reach: int | None = None) -> None:
-        """Divide sequences into splits. With ``reach``, only the last ``reach`` tokens of each count."""
+        """Divide sequences into splits; ``reach`` limits this to the last ``reach`` tokens of each."""
         for schedule in self._of.values() if len(lengths) else ():
             options = {"limit": self._limit, "reach": reach, "split_size": self._split_size}
             update_schedule(schedule, starts, lengths, **options)

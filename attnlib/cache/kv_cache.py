@@ -1,4 +1,4 @@
-"""The KV cache of a model: pages for every layer, and steps that append to them as transactions."""
+"""The KV cache of a model: pages for every layer; a step appends tokens as a transaction."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
 class KVCache:
-    """A KV cache of many sequences over many layers; :meth:`contiguous` and :meth:`paged` make one.
+    """A KV cache of many sequences over many layers; create one by :meth:`contiguous` or :meth:`paged`.
 
-    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one page
+    A contiguous cache is a paged cache with one page per sequence. Layers with the same window share one page
     allocator and one page table. A cache belongs to one thread and one CUDA stream; there are no locks. If
     ``ATTNLIB_CHECK=1`` is set when the cache is made, free pages are filled with NaN (int8: -128), so that
     stale reads show, and an append to a slot outside the cache, or twice to one slot, raises.
@@ -63,7 +63,7 @@ class KVCache:
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the step shape that the layers are prepared for
-        # Tensors made in inference mode could not be written outside of it.
+        # Tensors created in inference mode could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             device = torch.empty(0, device=device).device
             self._buffers = StepBuffers(sequences, options, device)
@@ -116,31 +116,32 @@ class KVCache:
         """Make a cache whose sequences take pages of ``page_size`` tokens as they grow.
 
         Args:
-            layouts: what one token stores in each layer.
+            layouts: for each layer, the layout of the keys and values of one token.
             pages: the page count of every window class, or a mapping from window class to count. The class of
                 a layout is None, its window, or ``(window, keep_first)``.
             page_size: tokens per page.
-            max_sequences: the most live sequences at a time.
-            max_length: the most tokens of one sequence, which sets the width of the page table. None allows
-                one sequence to take all pages.
-            storage_dtype: int8 or float8_e4m3fn, the ``store`` of layouts that have none.
-            rollback: tokens behind a window that stay reachable for ``truncate`` and ``read``.
+            max_sequences: the largest number of live sequences at a time.
+            max_length: the largest length of a sequence, which sets the width of the page table. With None,
+                one sequence may take all pages.
+            storage_dtype: int8 or float8_e4m3fn, in which layers without a ``store`` in their layout store
+                keys and values.
+            rollback: how many tokens behind a window to retain, for ``truncate`` and ``read``.
             shared_prefixes: how many groups of neighbours in a step, counted from the first row, may read
                 their shared pages once for the whole group. A run of rows that share nothing counts as a
                 group too; rows beyond the last group are read as usual. Only layers without a window do this.
                 It costs a second attention call and a merge in every step.
-            batch_invariant: give a sequence the same bits whatever else is in its steps, and whether its
-                tokens arrive together or one by one. This holds on one GPU model, for one version of attnlib
-                and of Triton, and for one ``max_length`` (rounded up to a power of two). MLA layers then use
-                the absorbed form.
-            mesh: a one-dimensional mesh whose ranks share what layers without a window store: each token
-                lives on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
+            batch_invariant: make the results of a sequence bit-identical for any other sequences in its
+                steps, and whether its tokens arrive together or one by one. This holds on one GPU model, for
+                one version of attnlib and of Triton, and for one ``max_length`` (rounded up to a power of
+                two). MLA layers then use the absorbed form.
+            mesh: a one-dimensional mesh over which layers without a window are sharded: each token lives
+                on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
                 same calls with the same numbers; nothing checks that.
-            device: of all tensors; None means torch's default device.
+            device: the device of all tensors; None means torch's default device.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has another
-                ``store`` than ``storage_dtype``; ``pages`` has other windows than the layouts; two of
+            ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has a ``store``
+                that differs from ``storage_dtype``; ``pages`` has other windows than the layouts; two of
                 ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are given; or the mesh has several
                 dimensions, or no layer that its ranks can share.
         """
@@ -160,10 +161,10 @@ class KVCache:
         """Start ``n`` empty sequences, and return their handles.
 
         ``left_padding[i]`` is the number of padding tokens at the start of the i-th sequence. Padding is
-        stored but never visible, rotary positions count from after it, and it must arrive in dense steps.
+        stored but never visible, and must arrive in dense steps. Rotary positions start after the padding.
 
         Raises:
-            CacheFullError: there would be more than ``max_sequences``.
+            CacheFullError: there would be more than ``max_sequences`` sequences.
             ValueError, TypeError: a count is not an int of at least 0.
             RuntimeError: inside a step or read.
         """
@@ -179,13 +180,13 @@ class KVCache:
 
         An int appends that many tokens to every live sequence, in admission order, and layers take dense
         tensors ``[b, s, m]``. A mapping from handles to counts appends to these sequences, in its order, and
-        layers take packed tensors ``[t, m]``. ``replay=True`` says that a captured CUDA graph appends for all
-        layers. Every error is raised before a write, or on exit.
+        layers take packed tensors ``[t, m]``. Pass ``replay=True`` if a captured CUDA graph appends for all
+        layers. Errors are raised before anything is written, or on exit.
 
         Raises:
             CacheFullError: too few pages are free, or a sequence would exceed ``max_length``.
-            ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left
-                padding would arrive packed.
+            ValueError, TypeError: a count is not an int of at least 0, a handle is not of a live sequence of
+                this cache, or left padding would arrive in packed form.
             RuntimeError: inside another step or read; or, on exit, a layer has not appended.
         """
         self._refuse_inside("step")
@@ -206,7 +207,7 @@ class KVCache:
             raise
         self._close()
         if conventions != [layer.convention for layer in self._layers]:
-            self._prepared = None  # the next views must carry the new convention
+            self._prepared = None  # the next views must have the new rotary convention
         self._poison(self._sequences.commit(plans))
 
     @contextmanager
@@ -214,8 +215,8 @@ class KVCache:
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
         """Attend to the stored tokens without appending, as cross-attention does.
 
-        ``tokens`` is as in :meth:`step`, and counts the queries. These take the positions of the last tokens
-        of each sequence; no length changes.
+        ``tokens`` is given as in :meth:`step`, but counts queries. The queries get the positions of the last
+        tokens of each sequence; no length changes.
 
         Raises:
             ValueError, TypeError: as :meth:`step`.
@@ -235,8 +236,8 @@ class KVCache:
         """Start ``n`` sequences that share all tokens of ``handle``; a shared page is copied before a write.
 
         Raises:
-            CacheFullError: there would be more than ``max_sequences``.
-            ValueError, TypeError: the handle is not live here.
+            CacheFullError: there would be more than ``max_sequences`` sequences.
+            ValueError, TypeError: the handle is not of a live sequence of this cache.
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("fork")
@@ -246,8 +247,8 @@ class KVCache:
         """Forget all tokens from ``length`` on (speculative rollback).
 
         Raises:
-            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to its
-                length.
+            ValueError, TypeError: the handle is not of a live sequence of this cache, or ``length`` is not an
+                int from 0 to the sequence's length.
             RuntimeError: inside a step or read, or a window has dropped keys that this length needs (see
                 ``rollback``).
         """
@@ -258,7 +259,8 @@ class KVCache:
         """End sequences, and free the pages that only they used.
 
         Raises:
-            ValueError, TypeError: a handle is not live here or is given twice; then none is released.
+            ValueError, TypeError: a handle is not of a live sequence of this cache, or is given twice; then
+                no sequence is released.
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("release")
@@ -268,10 +270,10 @@ class KVCache:
         """Save the tokens of a sequence, without left padding, to a safetensors file, atomically.
 
         Raises:
-            ValueError, TypeError: the handle is not live here.
+            ValueError, TypeError: the handle is not of a live sequence of this cache.
             RuntimeError: inside a step or read.
             OSError: the file cannot be written.
-            NotImplementedError: ranks share the cache.
+            NotImplementedError: the cache is sharded over ranks.
         """
         self._refuse_inside("save")
         self._check_whole("save")
@@ -288,7 +290,7 @@ class KVCache:
             CacheFullError: too few pages or rows are free.
             RuntimeError: inside a step or read, or the cache stores keys of another rotary convention.
             OSError: the file cannot be read.
-            NotImplementedError: ranks share the cache.
+            NotImplementedError: the cache is sharded over ranks.
         """
         self._check_whole("load")
         return saved.load(Path(path), self, self._sequences)
@@ -299,12 +301,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all planes and scales on this rank."""
+        """The memory of all keys, values and scales on this rank, in bytes."""
         return sum(plane.nbytes for layer in self._layers for plane in layer.planes.values())
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the pages in use on this rank; a shared page counts once."""
+        """The memory of the pages in use on this rank, in bytes; a shared page counts once."""
         allocators = self._sequences.allocators
         return sum(allocators[x.window_class].used * self.page_size * x.token_bytes for x in self.layouts)
 
@@ -336,7 +338,7 @@ class KVCache:
     def _restore(
         self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]
     ) -> None:
-        """Undo a step: on the host first, then on the device."""
+        """Undo a failed step, on the host first and then on the device."""
         self._close()
         for layer, convention in zip(self._layers, conventions, strict=True):
             layer.convention = convention

@@ -1,4 +1,4 @@
-"""One layer of a cache: its planes of pages, and ``append``, which writes a step's tokens into them."""
+"""One layer of a cache: the tensors of its pages, and ``append``, which writes a step's tokens to them."""
 
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
@@ -14,17 +14,17 @@ from .routes import StepRoute
 from .sequences import Prompt
 from .step import PerStep, PerWindow
 
-AS_GIVEN = "as given"  # the convention of keys that were appended without angles
+AS_GIVEN = "as given"  # stands for the rotary convention of keys that were appended without angles
 
 
 @leading_to("`with cache.step(...) as layers` gives them")
 class LayerCache:
     """One layer of a cache, which an attention layer appends to and reads.
 
-    Every step hands out the same object, so that a model compiles once.
+    Every step yields the same object, so that torch.compile compiles a model only once.
 
     Attributes:
-        layout: what one token stores.
+        layout: the layout of the keys and values of one token.
         prefill: True if some sequence gets more than 16 tokens in this step.
         history: the longest length before the step, rounded up to a power of two, 0 if all are empty. Read it
             only if ``prefill`` is True, or a compiled model recompiles as sequences grow.
@@ -47,26 +47,26 @@ class LayerCache:
             )
             for name, (heads, width, dtype) in layout.planes.items()
         }
-        # The rotary convention of the stored keys; None before the first append.
+        # The rotary convention of the stored keys is None before the first append.
         self.convention: str | None = None
-        self.appended: bool = False  # in this step; append only sets it, so no compiled layer depends on it
-        self._prepared: tuple = ()  # positions, slots and view of the present step shape
-        self._slots: Tensor | None = None  # None where nothing may be appended
+        self.appended: bool = False  # True after append; compiled layers never read it
+        self._prepared: tuple = ()  # positions, slots and view for steps of the present shape
+        self._slots: Tensor | None = None  # None if nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
         self._route: StepRoute | None = None
 
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
 
-        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent
-        storage ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the
-        layout has no tail) and ``angles`` rotate ``k_rope``. Writes the planes in place; calling twice in a
-        step overwrites the same slots. Under ``torch.autocast`` both are cast to the layout's dtype.
+        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``. If ``angles`` are given, they rotate ``k``. For
+        latent storage, ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]``, and ``angles`` rotate
+        ``k_rope``, which is None if the layout has no tail. A second call in the same step overwrites the
+        tokens. Under ``torch.autocast``, k and v are cast to the layout's dtype.
 
         Raises:
-            RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first
-                append (no angles is a convention too).
-            ValueError, TypeError: shapes, dtype or device differ from the layout's.
+            RuntimeError: outside a step, in a ``read``, or with another rotary convention than in the first
+                append (no angles counts as a convention).
+            ValueError, TypeError: shapes, dtype or device do not fit the layout.
             NotImplementedError: k or v requires a gradient, which a cache does not have.
         """
         key = self._key(k, v, angles)
@@ -80,7 +80,7 @@ class LayerCache:
         return self._route.appended(self._view, k, v, angles, history=self.history)
 
     def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
-        """Validate and write the tokens, and cache the write for tensors of the same key."""
+        """Validate and write the tokens, and cache the launch for later appends with the same key."""
         if self._slots is None:
             self._refuse_append()
         layout = self.layout
@@ -121,11 +121,11 @@ class LayerCache:
         return key
 
     def view(self) -> KVView:
-        """Return the view of the stored tokens, with this step's query counts, for cross-attention.
+        """Return a view of the stored tokens, with this step's query counts, for cross-attention.
 
-        In a step, its lengths include the step's tokens, even before ``append`` writes them. If ranks share
-        the cache and a sequence gets several tokens in the step, attention accepts only the view that
-        ``append`` returned.
+        In a step, the view's lengths include the step's tokens, even before ``append`` writes them. If the
+        cache is sharded over ranks and a sequence gets several tokens in the step, attention accepts only the
+        view that ``append`` returned.
 
         Raises:
             RuntimeError: outside a step and a read.
@@ -161,15 +161,15 @@ class LayerCache:
         )
 
     def _put(self, rows: dict[str, Tensor], convention: str | None) -> None:
-        """Write this step's tokens from stored planes, bit for bit, with keys of this rotary convention.
+        """Write this step's tokens from stored tensors, bit for bit; ``convention`` tells how keys rotate.
 
         Raises:
-            RuntimeError: the cache stores keys of another convention.
+            RuntimeError: the cache stores keys of another rotary convention.
         """
         if convention is not None:
             self._record(convention)
         for name, plane in self.planes.items():
-            # As bytes: not every device can index fp8 tensors.
+            # Write the tensors as bytes, since some devices cannot index fp8 tensors.
             plane.view(torch.uint8).flatten(0, 1)[self._slots] = rows[name].to(plane.device).view(torch.uint8)
         self.appended = True
 
@@ -199,16 +199,16 @@ class LayerCache:
         self._prepared = (step.positions, window.slots, view)
 
     def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
-        """Enter a step or read with the prepared view. The cache calls it."""
+        """Enter a step or read with the prepared view. The cache calls this method."""
         self.positions, self._slots, self._view = self._prepared
         self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
 
     def _close(self) -> None:
-        """Leave the step or read. The cache calls it."""
+        """Leave the step or read. The cache calls this method."""
         self.positions = self._slots = self._view = None
 
     def _poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, or with -128 if the plane is int8. The cache calls it."""
+        """Fill freed pages with NaN (-128 in an int8 cache). The cache calls this method."""
         for plane in self.planes.values():
             byte = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}.get(plane.dtype)  # 0x7F is the NaN of e4m3fn
             for page in pages:

@@ -1,4 +1,4 @@
-"""The operations of a cache on all of its layers."""
+"""Operations that a cache performs on all of its layers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ PREFILL = 16  # a step that gives a sequence more tokens is a prefill
 def make_layers(
     layouts: Sequence[KVLayout], sequences: Sequences, page_size: int, device: torch.device
 ) -> tuple[LayerCache, ...]:
-    """Return a layer for each layout, with the pages of its window class."""
+    """Return the layers of a cache, one per layout, each with the page count of its window class."""
     totals = {window: allocator.total for window, allocator in sequences.allocators.items()}
     return tuple(LayerCache(layout, totals[layout.window_class], page_size, device) for layout in layouts)
 
@@ -25,13 +25,13 @@ def make_layers(
 def prepare_layers(
     layers: Sequence[LayerCache], page_size: int, step: PerStep, windows: Mapping[Window, PerWindow]
 ) -> None:
-    """Prepare all layers for steps of one shape."""
+    """Give all layers the buffer slices for steps of one shape."""
     for layer in layers:
         layer._prepare(page_size, step, windows[layer.layout.window_class])
 
 
 def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
-    """Open all prepared layers for a step or read."""
+    """Let all prepared layers enter a step or read."""
     longest = max((holding.length for holding in request.holdings), default=0)
     history = 1 << (longest - 1).bit_length() if longest else 0
     prefill = max(request.tokens.values(), default=0) > PREFILL

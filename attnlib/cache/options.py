@@ -1,4 +1,4 @@
-"""The arguments of a cache, validated: pages for each window class, and how attention reads them."""
+"""Validate the arguments of a cache: page counts by window class, and options of how attention reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ReadOptions(NamedTuple):
-    """How attention reads a cache.
+    """The options of a cache that decide how attention reads it.
 
     A ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. A
-    ``route`` changes how layers without a window are read.
+    ``route`` (shared prefixes, or sharding over ranks) changes how layers without a window are read.
     """
 
     split_size: int = 0
@@ -29,7 +29,7 @@ class ReadOptions(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Return how many ranks divide the tokens of a page, if no window keeps it small."""
+        """Return the number of ranks that share the tokens of each page, in layers without a window."""
         return 1 if self.route is None else self.route.shards
 
 
@@ -40,7 +40,7 @@ def check_options(
     batch_invariant: bool = False,
     mesh: "DeviceMesh | None" = None,
 ) -> None:
-    """Raise unless at most one of these is given, and ``mesh`` finds layers that ranks can share."""
+    """Raise an error if options exclude each other, or no layer can be sharded over ``mesh``."""
     check_count("shared_prefixes", shared_prefixes)
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
@@ -66,7 +66,7 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
 
     Raises:
         TypeError: ``storage_dtype`` is not None, int8 or float8_e4m3fn.
-        ValueError: a layout has another store.
+        ValueError: a layout has another ``store`` than ``storage_dtype``.
     """
     _windows(layouts)  # raises for objects that are not layouts
     if storage_dtype is None:
@@ -83,7 +83,7 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
 
 
 def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:
-    """Return the bookkeeping of a contiguous cache's sequences."""
+    """Return the object that keeps track of the sequences and pages of a contiguous cache."""
     check_count("max_sequences", max_sequences, least=1)
     check_count("max_length", max_length, least=1)
     rows = pages_by_window(max_sequences, layouts)
@@ -100,7 +100,7 @@ def paged_sequences(
     rollback: int,
     shards: int,
 ) -> Sequences:
-    """Return the bookkeeping of a paged cache's sequences."""
+    """Return the object that keeps track of the sequences and pages of a paged cache."""
     counts = pages_by_window(pages, layouts)
     check_count("page_size", page_size, least=1)
     check_count("max_sequences", max_sequences, least=1)
@@ -113,7 +113,7 @@ def paged_sequences(
 
 
 def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayout]) -> dict[Window, int]:
-    """Return the page count of each window class, each of which has a page allocator of its own."""
+    """Return the page count of each window class; every class has its own page allocator."""
     windows = _windows(layouts)
     counts = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
     if set(counts) != set(windows):
@@ -135,11 +135,11 @@ def pages_for(
 ) -> dict[Window, int]:
     """Return the pages that sequences of these ``lengths`` need, as the ``pages=`` of :meth:`KVCache.paged`.
 
-    A window retains the keys within its reach, and during a step those of all new tokens of a sequence, of
-    which there are up to ``most``. ``most=None`` means that a prompt arrives in one step, which needs as many
-    pages as without a window. If all layers have windows, pass ``max_length=`` to the cache as well;
-    otherwise the page count limits the length of a sequence. ``ranks`` is the number of ranks of the cache's
-    ``mesh``; the result counts the pages of each rank.
+    A layer with a window retains the keys within the window and, during a step, the keys of all new tokens.
+    A sequence gets at most ``most`` tokens per step. ``most=None`` means that a prompt arrives in one step,
+    which needs as many pages as without a window. If all layers have windows, pass ``max_length=`` to the
+    cache as well; otherwise the page count limits the length of a sequence. ``ranks`` is the number of ranks
+    of the cache's ``mesh``; the result counts the pages of each rank.
 
     >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
     >>> KVCache.pages_for(layouts, [100, 50], page_size=16)

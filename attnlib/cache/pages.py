@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from ..internal.signatures import leading_to
 
-# Layers of one window class share pages. The class is None without a window, the window, or (window,
-# keep_first).
+# Layers of one window class share pages. The class of a layer is None without a window; otherwise it is the
+# window, or (window, keep_first).
 Window = int | None | tuple[int, int]
 
 
 class CacheFullError(RuntimeError):
-    """The cache has too few free pages or rows for a step, an admission or a fork; nothing was changed."""
+    """The cache has too few free pages, or too many sequences already; nothing was changed."""
 
 
 @leading_to("cache.admit(n) gives them")
@@ -38,9 +38,9 @@ class Holding:
         start: the first token that can still be visible.
         length: the number of stored tokens.
         dropped: the number of leading pages that the window has dropped, or moved to ``first``.
-        pages: the pages of the tokens ``[dropped * page_size, length)``, exactly these between steps.
-        first: the pages of the first tokens, which a window with ``keep_first`` retains for ever.
-        missing: in a sequence loaded from a file, tokens before this one are not in its pages.
+        pages: the pages of the tokens ``[dropped * page_size, length)``; no other pages between steps.
+        first: the pages of the first tokens, which a window with ``keep_first`` never drops.
+        missing: in a sequence loaded from a file, the first token that is available in ``pages``.
     """
 
     padding: int
@@ -107,7 +107,7 @@ class PageAllocator:
         return self.total - len(self._free)
 
     def holding(self, handle: Handle) -> Holding:
-        """Return the holding of a sequence, which the caller must not change.
+        """Return the pages, length and padding of a sequence; the caller must not change the result.
 
         Raises:
             ValueError: the handle was released, or belongs to another cache.
@@ -123,11 +123,11 @@ class PageAllocator:
         return holding
 
     def holdings(self, handles: Iterable[Handle]) -> list[Holding]:
-        """Return the holdings of live sequences, which the caller must not change."""
+        """Return the pages, lengths and padding of live sequences; the caller must not change them."""
         return [self._holdings[handle] for handle in handles]
 
     def reserve(self, tokens: Mapping[Handle, int]) -> StepPlan:
-        """Grant every sequence the pages that its new tokens need, copies of shared pages included.
+        """Reserve the pages that a step's tokens need, including copies of shared pages.
 
         Raises:
             CacheFullError: too few pages are free; nothing was changed.
@@ -166,8 +166,8 @@ class PageAllocator:
     def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
         """For each shared page that all of its owners write to, return the owner that keeps the original.
 
-        It is the longest sequence. It writes beyond the tokens of all others, so a failed step can share the
-        page again.
+        This owner is the longest sequence. It writes beyond the tokens of all other owners, so the page can
+        be shared again after a failed step.
         """
         writers: dict[int, list[Handle]] = {}
         for handle, n in tokens.items():
@@ -190,12 +190,12 @@ class PageAllocator:
         )
 
     def slots(self, tokens: Mapping[Handle, int]) -> "array[int]":
-        """Return the slots ``page * page_size + offset`` of the reserved tokens, sequence after sequence."""
+        """Return where to write the reserved tokens: a slot ``page * page_size + offset`` for each."""
         size, slots = self.page_size, array("q")
         for handle, n in tokens.items():
             holding = self._holdings[handle]
             first = holding.length
-            if n == 1:  # decoding; takes half the time of the general case below
+            if n == 1:  # in decoding, this takes half the time of the general code below
                 slots.append(holding.pages[first // size - holding.dropped] * size + first % size)
                 continue
             stop = first + n
@@ -258,7 +258,7 @@ class PageAllocator:
         self._holdings[child] = replace(of, pages=list(of.pages), first=list(of.first))
 
     def shortest(self, handle: Handle) -> int:
-        """Return the least length that ``truncate`` accepts: the next query still finds its window."""
+        """Return the least length that ``truncate`` accepts, with all keys in the next query's window."""
         holding = self.holding(handle)
         first = max(holding.dropped * self.page_size, holding.missing)
         return first + self.window - 1 if first else 0
@@ -278,7 +278,7 @@ class PageAllocator:
             )
 
     def check_read(self, tokens: Mapping[Handle, int]) -> None:
-        """Check that the window still has every key that the last ``n`` tokens of each sequence can see.
+        """Check that the window has dropped no key that the queries, counted by ``tokens``, can see.
 
         Raises:
             RuntimeError: a key was dropped; the message says how many queries are possible.

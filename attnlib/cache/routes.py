@@ -12,10 +12,10 @@ from .sequences import Request
 
 
 class StepRoute(Protocol):
-    """The slices of a feature's buffers that steps of one shape use."""
+    """The slices of a feature's device buffers that steps of one shape use."""
 
     def routed(self, view: KVView) -> KVView:
-        """Return the view of one layer with its route."""
+        """Return the view of one layer with the route by which attention will read it."""
         ...
 
     def appended(
@@ -23,52 +23,52 @@ class StepRoute(Protocol):
     ) -> KVView:
         """Return the view after an append of ``k`` and ``v``, given as to :meth:`LayerCache.append`.
 
-        ``history`` is that of the layer: 0 if no sequence had stored a token before this step.
+        ``history`` is :attr:`LayerCache.history`: 0 if no sequence had stored a token before this step.
         """
         ...
 
 
 class RouteBuffers(Protocol):
-    """The buffers that a feature keeps beside those of one page allocator.
+    """The device buffers that a feature adds to the buffers of one page allocator.
 
-    ``is_partial``: this rank stores only some of the tokens, so that nothing reads the allocator's own
-    schedules.
+    ``is_partial`` is True if this rank stores only some of the tokens. The allocator's own split schedules
+    are then not used.
     """
 
     is_partial: bool
 
     def add(self, layout: KVLayout) -> None:
-        """Keep schedules for this layout too."""
+        """Also make split schedules for layers of this layout."""
         ...
 
     def local_slots(self, slots: "array[int]") -> "array[int]":
-        """Return where this rank stores the tokens of these slots: -1 for those that it does not store."""
+        """Return this rank's slots for tokens, given their global slots; -1 if another rank stores one."""
         ...
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
-        """Show the sequences of a step, after the page table shows them.
+        """Write the sequences of a step to the buffers, after the page table has been updated.
 
-        ``counted``: the step appends tokens, which the holdings do not count yet. ``same_rows``: the last
-        step had the same sequences in the same order.
+        ``counted`` is True if the step appends tokens, which the stored lengths do not include yet.
+        ``same_rows`` is True if the last step had the same sequences in the same order.
         """
         ...
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Schedule the sequences that are shown, which have these ``lengths`` after the step."""
+        """Divide the sequences of the step into splits; ``lengths`` are their lengths after the step."""
         ...
 
     def slices(self, request: Request, *, writing: bool) -> StepRoute:
-        """Return the slices that steps of this shape use."""
+        """Return the slices of the buffers that a step with the shape of ``request`` uses."""
         ...
 
 
 class RouteOption(Protocol):
-    """The choice of a feature when a cache is made. ``shards``: how many ranks divide a page's tokens."""
+    """A feature chosen when a cache is made; ``shards`` is the number of ranks that share each page."""
 
     shards: int
 
     def buffers(self, allocator: PageAllocator, page_table: Tensor) -> RouteBuffers:
-        """Return the buffers beside those of an allocator without a window."""
+        """Return the feature's buffers for a page allocator without a window."""
         ...
 
     def check_replay(self, request: Request) -> None:

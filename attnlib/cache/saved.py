@@ -1,8 +1,8 @@
 """Save a sequence of a cache to a safetensors file, and load it bit for bit.
 
-The file holds a tensor ``{layer}.{plane}`` ``[t, g, *]`` of the tokens that a layer has retained, without
-left padding, and a tensor ``{layer}.numbers`` of their indices. Its metadata holds the length, the layouts
-and each layer's rotary convention.
+For each layer, the file has tensors ``{layer}.{plane}`` ``[t, g, *]``, such as ``0.k``, with the tokens that
+the layer has retained, without left padding, and a tensor ``{layer}.numbers`` with the indices of these
+tokens. The metadata has the length, the layouts and each layer's rotary convention.
 """
 
 import json
@@ -37,9 +37,9 @@ class CacheAccess(Protocol):
 
 
 class SequenceFile(NamedTuple):
-    """The contents of a file: the sequence's length, and each layer's convention, token indices and planes.
+    """The contents of a saved sequence: its length, and each layer's rotary convention and tensors.
 
-    ``rollback`` is that of the cache that saved the file, -1 if the file does not contain it.
+    ``rollback`` is the ``rollback`` of the cache that saved the file, or -1 if the file does not contain it.
     """
 
     length: int
@@ -49,7 +49,7 @@ class SequenceFile(NamedTuple):
     planes: Sequence[Mapping[str, Tensor]]
 
     def rows(self, layer: int, begin: int, end: int) -> dict[str, Tensor]:
-        """Return the planes of a layer for the tokens ``[begin, end)``, with zeros for dropped tokens."""
+        """Return a layer's stored tensors for the tokens ``[begin, end)``, with zeros for dropped tokens."""
         numbers, made = self.numbers[layer], {}
         first, stop = torch.searchsorted(numbers, torch.tensor((begin, end))).tolist()  # they ascend
         into = numbers.narrow(0, first, stop - first) - begin
@@ -62,7 +62,7 @@ class SequenceFile(NamedTuple):
 
 
 def tokens_of(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the tokens that a sequence holds, counted after its padding, and their slots."""
+    """Return the indices of a sequence's retained tokens, counted after its padding, and their slots."""
     pages = torch.tensor([*holding.first, *holding.pages], dtype=torch.int64)
     index = torch.cat((torch.arange(len(holding.first)), holding.dropped + torch.arange(len(holding.pages))))
     within = torch.arange(page_size)
@@ -93,7 +93,7 @@ def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle:
 
 
 def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
-    """Read a file for a cache of these layouts.
+    """Read a saved sequence for a cache whose layers have these ``layouts``.
 
     Raises:
         ValueError: :func:`save` did not write the file, or its layouts differ.
@@ -174,8 +174,8 @@ def _is_enough(
 ) -> bool:
     """True if a file holds every token that later queries of the sequence can see.
 
-    A truncated or left-padded sequence has dropped more behind its window than its length suggests. Its first
-    available token is then recorded as ``holding.missing``.
+    A truncated or left-padded sequence has dropped more tokens behind its window than its length suggests.
+    The index of its first available token is then recorded as ``holding.missing``.
     """
     page_size = sequences.allocators[layout.window_class].page_size
     numbers, _ = tokens_of(holding, page_size)

@@ -24,10 +24,10 @@ class Prompt(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The request of a step or read: a token count for each sequence, in row order.
+    """The argument of a step or read, validated: a token count for each sequence, in row order.
 
-    ``shape`` is ``[b, s]``, or packed ``[t]``. ``holdings`` are those of the first allocator; lengths and
-    padding are the same in all.
+    ``shape`` is ``[b, s]``, or packed ``[t]``. ``holdings`` has each sequence's pages in the first page
+    allocator; its length and padding are the same in all allocators.
     """
 
     tokens: Mapping[Handle, int]
@@ -80,11 +80,11 @@ class Sequences:
         return self._first.handles
 
     def holding(self, handle: Handle) -> Holding:
-        """Return the holding in the first allocator; length and padding are the same in all."""
+        """Return the sequence's pages in the first page allocator, with its length and padding."""
         return self._first.holding(handle)
 
     def holdings(self, handle: Handle) -> dict[Window, Holding]:
-        """Return the holding in every allocator, by window class."""
+        """Return the sequence's pages in every page allocator, by window class."""
         return {window: allocator.holding(handle) for window, allocator in self.allocators.items()}
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Sequences:
         return children
 
     def need_rows(self, n: int) -> None:
-        """Raise CacheFullError unless ``n`` rows are free."""
+        """Raise CacheFullError unless the cache can take ``n`` more sequences."""
         free = self.max_sequences - len(self.handles)
         if n > free:
             raise CacheFullError(
@@ -165,11 +165,11 @@ class Sequences:
                 allocator.check_read(request.tokens)
 
     def reserve(self, request: Request) -> list[StepPlan]:
-        """Reserve pages in every allocator, and return their plans in order.
+        """Reserve the pages of a step in every allocator, and return a plan for each allocator, in order.
 
         Raises:
             CacheFullError: pages are missing in some allocator, or a sequence would grow past ``max_length``.
-            ValueError: left padding would arrive packed.
+            ValueError: left padding would arrive in packed form.
         """
         tokens = request.tokens
         for row, (holding, n) in enumerate(zip(request.holdings, tokens.values(), strict=True)):
@@ -194,7 +194,7 @@ class Sequences:
         return plans
 
     def commit(self, plans: Sequence[StepPlan]) -> Freed:
-        """Commit every plan."""
+        """Make the reservations of a step permanent in every allocator."""
         return [(window, allocator.commit(plan)) for (window, allocator), plan in self._each(plans)]
 
     def restore(self, plans: Sequence[StepPlan]) -> Freed:
@@ -223,7 +223,7 @@ class Sequences:
 
 
 def tokens_of(of: Window, page_size: int, shards: int) -> int:
-    """Return the tokens of a page on all ``shards`` together. Only pages without a window are sharded."""
+    """Return how many tokens one page has on all ``shards``. Only pages without a window are sharded."""
     return page_size * shards if of is None else page_size
 
 

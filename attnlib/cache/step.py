@@ -18,7 +18,7 @@ from .sequences import Request, Sequences
 
 
 class PerStep(NamedTuple):
-    """The slices that all layers of a step read; row ``i`` is the step's i-th sequence."""
+    """The buffer slices that all layers read in a step; row ``i`` is the step's i-th sequence."""
 
     lengths: Tensor
     cu_seqlens_q: Tensor | None
@@ -27,7 +27,7 @@ class PerStep(NamedTuple):
 
 
 class PerWindow(NamedTuple):
-    """The slices that the layers of one window class read; ``slots`` are where a step writes its tokens."""
+    """The buffer slices that layers of one window class read; a step writes its tokens to ``slots``."""
 
     table: Tensor
     starts: Tensor
@@ -37,7 +37,7 @@ class PerWindow(NamedTuple):
 
 
 class TableBuffers:
-    """The buffers of one page allocator: its page table, starts and slots, and the buffers of a route."""
+    """The device buffers of one page allocator: the page table, starts, slots, and buffers of a route."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class TableBuffers:
         self._shown_dropped: list[int] = []
 
     def schedule(self, layout: KVLayout) -> None:
-        """Keep schedules for this layout too."""
+        """Also make split schedules for layers of this layout."""
         if self.route is None or not self.route.is_partial:
             self.schedules.add(layout)
         if self.route is not None:
             self.route.add(layout)
 
     def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
-        """Bring the table up to the allocator's pages; row ``i`` has shown ``shown[i]`` until now."""
+        """Update the page table to the allocator's pages; row ``i`` still has those of ``shown[i]``."""
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
@@ -82,7 +82,7 @@ class TableBuffers:
             self.route.update(request, counted=plan is not None, same_rows=rows == shown)
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
-        """Schedule sequences of these lengths, each with at most ``max_tokens`` tokens in the step."""
+        """Divide sequences into splits; each has at most ``max_tokens`` tokens in the step."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         is_all_read = window is None or self.allocator.keep_first > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
@@ -158,19 +158,19 @@ class StepBuffers:
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
-        """Keep schedules for these layouts too, if their device uses schedules."""
+        """Also make split schedules for layers of these layouts, if the device uses schedules."""
         for layout in layouts:
             self._by_window[layout.window_class].schedule(layout)
 
     def forget(self) -> None:
-        """Forget what the tables show, so that the next update writes every row."""
+        """Mark all rows of the page tables as outdated, so that the next update writes every row."""
         self._shown_rows = []
 
     def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
         """Write the sequences of a request to the buffers, in order.
 
-        With plans, one for each allocator, lengths include the new tokens, which get slots. Without plans,
-        the sequences are shown as stored.
+        ``plans`` has the reservation of each allocator: lengths then include the new tokens, which get slots.
+        Without plans, the lengths are those of the stored tokens.
         """
         rows, counts = list(request.tokens), list(request.tokens.values())
         shown, self._shown_rows = (
@@ -201,7 +201,7 @@ class StepBuffers:
             self._shown_counts = counts
 
     def slices(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
-        """Return the slices that steps of this shape use: the common ones, and those of each allocator."""
+        """Return the buffer slices for steps of this shape: common ones, and one set per allocator."""
         rows, tokens = len(request.tokens), prod(request.shape)
         per_step = PerStep(
             self.lengths.tensor[:rows],

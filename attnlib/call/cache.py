@@ -1,4 +1,4 @@
-"""The call cache: on a GPU, repeated calls replay the launches that the first call of their kind prepared."""
+"""The call cache: on a GPU, a repeated call replays the kernel launches that the first such call prepared."""
 
 from collections.abc import Callable
 from weakref import finalize
@@ -13,33 +13,33 @@ from ..masks.band import Mask
 from ..rope.rope import Angles
 from .call import NO_ORIGIN, Call
 
-# Takes q, k, v and their descales; returns the output, and the LSE if requested.
+# A cached call takes q, k, v and their descales. It returns the output, and the LSE if requested.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
 Write = Callable[
     [Tensor, Tensor | None, Angles | None], None
-]  # takes the k and v of a step, and the angles of rope
+]  # a cached write takes the k and v of a step, and the rotary angles
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
-Key = tuple[object, ...]  # everything that decides a call or a write, compared by value
+Key = tuple[object, ...]  # equal keys mean that one cached call or write can serve both
 
 
 def key_of(call: Call, name: str | None) -> Key | None:
     """Return the cache key of a call: everything it depends on except its view and its tensors' values.
 
-    None means that the call cannot be cached, such as one under torch.compile or with optional tensors.
+    Return None if the call cannot be cached, for example under torch.compile or with optional tensors.
     """
     q, k, v, score, dropout = call.q, call.k, call.v, call.score, call.dropout
     if call.kv is not None:
         k = v = q
     if (
         not (isinstance(q, Tensor) and q.is_cuda)
-        or are_watched(q, k, v)  # torch.compile or a dispatch mode follows the call
+        or are_watched(q, k, v)  # torch.compile or a dispatch mode records the operations of the call
         or type(call.mask) is not Mask
         or call.packing is not None
         or call.origin is not NO_ORIGIN
         or not (call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float
-        # Tensors cannot be keys, and 1, 1.0 and True would be one key although not all of them are valid.
+        # Tensors cannot be keys. 1, 1.0 and True would be the same key, although not all of them are valid.
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
@@ -73,7 +73,7 @@ class CallCache:
     def __init__(self, limit: int):
         self.limit = limit
         self._over_tensors: dict[Key, Run | Write] = {}
-        self._over_views: dict[int, dict[Key, Run | Write]] = {}  # by id(view), until the view is freed
+        self._over_views: dict[int, dict[Key, Run | Write]] = {}  # by id(view), until a view is freed
 
     def find(self, view: KVView | None, key: Key) -> Run | Write | None:
         """Return the cached call of this key over a view, or over tensors if ``view`` is None."""
@@ -93,10 +93,10 @@ class CallCache:
         runs[key] = run
 
     def count(self, view: KVView | None = None) -> int:
-        """Return the number of cached calls over tensors, or over a view."""
+        """Return the number of cached calls over a view, or over tensors if ``view`` is None."""
         return len(self._over_tensors if view is None else self._over_views.get(id(view), ()))
 
     def clear(self) -> None:
-        """Empty the cache, after a change that no key contains, such as new launch tables."""
+        """Empty the cache; needed after changes that are not part of the keys, such as new launch tables."""
         self._over_tensors.clear()
         self._over_views.clear()

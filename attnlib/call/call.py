@@ -1,4 +1,4 @@
-"""An attention call as one value, and the check that every call passes once."""
+"""An attention call as one value, and the function that validates every call once."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ from .spec import AttentionSpec, describe
 
 
 class Packing(NamedTuple):
-    """The offsets of packed sequences, int32 ``[b + 1]``, and bounds of their lengths."""
+    """The offsets of packed sequences, int32 ``[b + 1]``, and upper bounds on their lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -29,21 +29,21 @@ class Packing(NamedTuple):
         """Read the offsets to the host, and check them for this many packed ``queries`` and ``keys``.
 
         Raises:
-            ValueError: offsets do not start at 0, decrease, exceed the tokens, or hold a sequence longer than
-                ``max_seqlen``.
+            ValueError: offsets do not start at 0, decrease, or exceed the number of tokens, or a sequence is
+                longer than ``max_seqlen``.
         """
         rows = _read_offsets("cu_seqlens_q", self.cu_seqlens_q, queries, "max_seqlen_q", self.max_seqlen_q)
         return rows, _read_offsets("cu_seqlens_k", self.cu_seqlens_k, keys, "max_seqlen_k", self.max_seqlen_k)
 
 
 class Dropout(NamedTuple):
-    """Dropout of attention probabilities with rate ``p``, by Philox bits of an int64 ``[1]`` seed."""
+    """Dropout of attention probabilities with rate ``p``; an int64 ``[1]`` seed decides what is dropped."""
 
     p: float = 0.0
     seed: Tensor | None = None
 
     def seeded(self, device: torch.device) -> "Dropout":
-        """Return the same with a seed; a missing one is drawn, if ``p`` is above 0.
+        """Return the dropout with a seed: draw one if it is missing and ``p`` is above 0.
 
         Raises:
             ValueError, TypeError: ``p`` is not a number in [0, 1), or the seed is not int64 ``[1]``.
@@ -63,10 +63,10 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The position of a chunk in a larger call, so that the chunk computes what the whole call would.
+    """The position of a chunk (a part of a larger call), so that it computes the same as the whole call.
 
-    Each number is an int or an int32 tensor ``[b]``, one for each sequence. It is added to every index of a
-    query, key, head or sequence that masks, ALiBi, functions and dropout see.
+    Each field is an int, or an int32 tensor ``[b]`` with a number for each sequence. It is added to the
+    indices of queries, keys, heads or sequences that masks, ALiBi, functions and dropout get.
     """
 
     query: int | Tensor = 0
@@ -75,10 +75,10 @@ class Origin(NamedTuple):
     sequence: int | Tensor = 0
 
     def table(self, sequences: int, device: torch.device) -> Tensor | None:
-        """Return the origins as int32 ``[sequences, 4]`` for kernels, or None if all are 0."""
+        """Return the four offsets as int32 ``[sequences, 4]`` for kernels, or None if all are 0."""
         if all(type(x) is int and x == 0 for x in self):
             return None
-        # torch.full instead of a copy from the host, which a CUDA graph could not capture.
+        # We use torch.full, because a CUDA graph cannot capture a copy from the host.
         filled = {"size": (sequences,), "dtype": torch.int32, "device": device}
         return torch.stack(
             [x if isinstance(x, Tensor) else torch.full(fill_value=x, **filled) for x in self], 1
@@ -86,10 +86,10 @@ class Origin(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One attention call. ``k`` and ``v`` are None for a cached call, which has a view ``kv``.
+    """The arguments of one attention call; over a cache, ``kv`` is set and ``k`` and ``v`` are None.
 
-    A call that :func:`checked` has validated has a ``spec``: its shapes and dtypes agree, and its scale and
-    dropout seed are set.
+    A call has a ``spec`` once :func:`checked` has validated it. Then its shapes and dtypes agree, and its
+    scale and dropout seed are set.
     """
 
     q: Tensor
@@ -109,12 +109,12 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``dense``, ``varlen`` or ``cached``."""
+        """The kind of the call: ``dense``, ``varlen`` (packed sequences) or ``cached``."""
         return "cached" if self.kv is not None else "dense" if self.packing is None else "varlen"
 
     @property
     def optional(self) -> dict[str, Tensor]:
-        """The optional tensors that are given, by name."""
+        """The optional tensor arguments of the call that are not None, by name."""
         packing, seed, descales, functions = self.packing, self.dropout.seed, self.descales, self.functions
         found = self.score.tensors if functions is None else self.score.tensors | functions.named
         if packing is descales is self.key_starts is self.key_ends is seed is None:
@@ -132,7 +132,7 @@ class Call(NamedTuple):
         return functions_of(self.mask, self.score.function)
 
     def check_functions(self, sizes: Mapping[str, int]) -> None:
-        """Check the tensors that functions read against these sizes, as :func:`check_functions` does."""
+        """Validate the tensors that functions read against ``sizes``, as :func:`check_functions` does."""
         x, packed = self.packing, None
         if x is not None:
             packed = {"s": (x.cu_seqlens_q, x.max_seqlen_q), "t": (x.cu_seqlens_k, x.max_seqlen_k)}
@@ -140,9 +140,9 @@ class Call(NamedTuple):
 
     @property
     def sees_all_before(self) -> bool:
-        """True if every query sees all keys before its own, with scores that depend on q and k only.
+        """True if every query sees all earlier keys, and scores depend on q and k only.
 
-        Such keys may be split anywhere before the queries, and the results merged.
+        Then the keys can be split anywhere before the queries, and the partial results merged.
         """
         is_alike = self.score.is_alike and self.descales is None  # descales may differ between sequences
         return isinstance(self.mask, Mask) and self.mask.sees_all_before and is_alike
@@ -161,7 +161,7 @@ NO_ORIGIN = Call._field_defaults["origin"]
 class PieceGradients(NamedTuple):
     """The contribution of a chunk to the gradients of a larger call.
 
-    ``captured`` has a gradient, or None, for each tensor that a score function reads.
+    ``captured`` has one entry for each tensor that a score function reads: its gradient, or None.
     """
 
     q: Tensor
@@ -172,7 +172,7 @@ class PieceGradients(NamedTuple):
 
 
 def checked(call: Call) -> Call:
-    """Validate a call, and return it with its spec, a scale, a dropout seed and tensors of one dtype.
+    """Validate a call, and return it with a spec, a scale, a dropout seed and tensors of one dtype.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and what was expected.
@@ -186,14 +186,14 @@ def checked(call: Call) -> Call:
     _check_tensors(call, sizes)
     score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
-    # Two constructor calls; _replace() would take three times as long.
+    # Calling the constructor twice takes a third of the time of _replace().
     rest = call.packing, dropout, call.origin, call.descales, call.lse
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
 
 def bound(call: Call) -> dict[str, int]:
-    """Return the dimension sizes of a call on tensors by their letters; raises as :func:`checked` does."""
+    """Return the dimension sizes of a call on tensors, such as ``{"b": 2, "s": 9}``, or raise an error."""
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
             refuse_tensor(name, x)
@@ -208,7 +208,7 @@ def bound(call: Call) -> dict[str, int]:
 
 
 def _bind_to_view(call: Call) -> dict[str, int]:
-    """Return the dimension sizes of a cached call by their letters."""
+    """Return the dimension sizes of a call over a cache, by letter."""
     q, kv, mask = call.q, call.kv, call.mask
     if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
         refuse_tensor("q", q)
@@ -225,7 +225,7 @@ def _bind_to_view(call: Call) -> dict[str, int]:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if it is enabled. As in torch, fp64 and integers stay; so does fp8."""
+    """Cast tensors to autocast's dtype if it is enabled, except fp64 and integers (as in torch) and fp8."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -270,7 +270,7 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
         found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
         got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
-        # A function without tensors does not know its device.
+        # Without tensors, a function has no device of its own.
         is_lost = not mask.tensors and mask.tiles.device != device
         remedy = (
             f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"

@@ -1,4 +1,4 @@
-"""The mask and score functions of one call: their programs, and the tensors that they read."""
+"""The mask and score functions of one call: their traced programs, and the tensors that they read."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..tracing.program import Program, constant_indices
 
 
 class Programs(NamedTuple):
-    """The programs of a mask and of scores, with dtype and number of dimensions of each tensor they read."""
+    """The traced programs of a call's functions, with dtype and dimension count of each tensor they read."""
 
     mask: Program | None
     score: Program | None
@@ -23,12 +23,12 @@ class Programs(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """The steps of both programs as text."""
+        """The operations of both programs, a line of text for each."""
         return [line for x in (self.mask, self.score) if x is not None for line in str(x).splitlines()]
 
 
 class Functions(NamedTuple):
-    """The programs of a mask and of scores, their tensors, and the mask's precomputed tiles."""
+    """The traced mask and score functions of a call, their tensors, and the mask's precomputed tiles."""
 
     mask: Program | None
     score: Program | None
@@ -38,18 +38,18 @@ class Functions(NamedTuple):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors by the names that error messages use."""
+        """The tensors that the functions read, by the names that error messages use."""
         both = (("mask_mod", self.mask_tensors), ("score_mod", self.score_tensors))
         return {f"tensor {n} of {name}": x for name, tensors in both for n, x in enumerate(tensors)}
 
     @property
     def programs(self) -> Programs:
-        """The same without the tensors, for the spec of a call."""
+        """The programs without the tensors, for the spec of a call."""
         kinds = tuple((x.dtype, x.dim()) for x in (*self.mask_tensors, *self.score_tensors))
         return Programs(self.mask, self.score, kinds)
 
     def check(self) -> None:
-        """Raise ValueError for an empty tensor, or one too small for a constant index of its function."""
+        """Raise ValueError if a tensor is empty, or too small for a constant index in its function."""
         for name, x in self.named.items():
             if 0 in x.shape:
                 raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
@@ -77,10 +77,11 @@ def check_functions(
     packed: Mapping[str, tuple[Tensor, int | None]] | None,
     view: KVView | None,
 ) -> None:
-    """Compare the tensors that functions read with the ``sizes`` of a call, as far as the host knows them.
+    """Compare the sizes of tensors that functions read with the ``sizes`` of a call.
 
-    ``packed`` maps "s" and "t" to the offsets of packed queries and keys and a bound of their lengths. The
-    host knows only bounds for packed and cached sequences; with ``ATTNLIB_CHECK=1`` it reads the lengths.
+    ``packed`` maps "s" and "t" to the offsets of packed queries and keys and a bound on their lengths. For
+    packed and cached sequences the host knows only such bounds, unless ``ATTNLIB_CHECK=1`` lets it read the
+    lengths.
 
     Raises:
         ValueError: a tensor is too small; the message names the function and the expected size.
@@ -101,9 +102,9 @@ def check_functions(
 
 
 def _longest(offsets: Tensor, limit: int | None) -> int:
-    """Return a bound of the longest sequence: the caller's, or the length itself with ``ATTNLIB_CHECK=1``.
+    """Return a bound on the longest sequence, as given, or exact with ``ATTNLIB_CHECK=1``.
 
-    0 means that nothing is known.
+    0 means that no bound is known.
     """
     if limit is None and are_checks_on(offsets) and len(offsets) > 1:
         return offsets.diff().max().item()

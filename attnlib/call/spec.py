@@ -1,4 +1,4 @@
-"""AttentionSpec, the description of a call without its lengths, and ``describe``, which makes one."""
+"""AttentionSpec describes a call without its lengths; ``describe`` makes the spec of a call."""
 
 import os
 from functools import lru_cache
@@ -22,12 +22,12 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         kind: ``dense``, ``varlen`` or ``cached``.
-        arch: 90 for sm_90, 0 without CUDA.
+        arch: the compute capability of the GPU, such as 90 for sm_90, or 0 without CUDA.
         mask: the band of visible keys; ``functions`` may hide more of them.
         score: the names of the score options in use.
         strided: the names of tensors whose last dimension is not contiguous.
         layout, page_size, batch_invariant: set for cached calls only.
-        interpreted: Triton's interpreter runs the kernels, without a GPU.
+        interpreted: True if Triton's interpreter runs the kernels, without a GPU.
     """
 
     kind: str
@@ -53,23 +53,23 @@ class AttentionSpec(NamedTuple):
 
     @property
     def without_backward(self) -> list[str]:
-        """The reasons why no backend has a backward for this call, if it needs a gradient."""
+        """The reasons why no backend can compute the gradients that this call needs."""
         if not self.grad:
             return []
         return [NO_BACKWARD] if self.kind == "cached" else [NO_FP8_BACKWARD] if self.dtype == E4M3 else []
 
 
 def describe(call, sizes: dict[str, int]) -> AttentionSpec:
-    """Return the spec of a :class:`~attnlib.call.Call` whose shapes are validated.
+    """Return the spec of a :class:`~attnlib.call.Call` whose shapes have been validated.
 
-    ``sizes`` has the call's h, g, d and e. No other function queries a device.
+    ``sizes`` has the call's sizes h, g, d and e. This is the only function that queries a device.
 
     Raises:
         TypeError: ``mask`` is not a Mask, or a dtype is unsupported or differs between tensors.
         ValueError: tensors are on different devices.
     """
     mask, score, kv, dropout = call.mask, call.score, call.kv, call.dropout
-    if type(mask) not in (Mask, MaskFunction):  # kernels ignore what a subclass overrides
+    if type(mask) not in (Mask, MaskFunction):  # kernels would ignore the methods of a subclass
         refuse_mask(mask)
     functions = call.functions
     device, dtype = call.q.device, call.q.dtype
@@ -96,7 +96,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         _check_view(kv, device, dtype)
     forward = is_forward_mode(call.q, call.k, call.v, *optional.values())
     device_type = device.type
-    return AttentionSpec(  # positional, in field order: keywords would take 1.4 us more
+    return AttentionSpec(  # keyword arguments would take 1.4 us more
         call.kind,
         device_type,
         arch_of(device),
@@ -109,7 +109,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         score.options,
         call.key_starts is not None or call.key_ends is not None,
         dropout.p > 0,
-        (grad and torch.is_grad_enabled()) or forward,  # backends then refuse forward mode
+        (grad and torch.is_grad_enabled()) or forward,  # so backends reject forward-mode gradients
         call.lse,
         strided,
         None if kv is None else kv.layout,
@@ -137,7 +137,7 @@ def _read_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-# Reading the capability takes 3 us. torch.compile folds it into a constant without a cache.
+# Reading the capability takes 3 us. torch.compile needs no cache, since it makes the capability a constant.
 _known_arch = lru_cache(_read_arch)
 
 

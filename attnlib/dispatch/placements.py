@@ -1,7 +1,7 @@
-"""Calls on DTensors: each rank attends with its own sequences and heads, and gets what the whole call would.
+"""Calls on DTensors: each rank computes its own sequences and heads, as a call without sharding would.
 
-This is not a sharding strategy registered with torch's operators. Mask and score functions and dropout need
-to know which heads and sequences of the whole call a rank has, and such a strategy cannot pass that on.
+We do not register a sharding strategy with torch's operators: mask and score functions and dropout need to
+know which heads and sequences of the whole call a rank has, and such a strategy cannot tell them.
 """
 
 import math
@@ -27,7 +27,7 @@ DENSE, PACKED = ("bshd", "btgd", "btge"), ("shd", "tgd", "tge")  # dimensions of
 
 
 def _letters(call: Call) -> tuple[str, ...]:
-    """Return the letters of the dimensions of q, k and v."""
+    """Return a letter for each dimension of q, k and v, such as ``bshd`` for a dense q."""
     return DENSE if call.packing is None else PACKED
 
 
@@ -41,10 +41,10 @@ def is_dtensor(x: object) -> bool:
 
 
 class MeshPlacement(NamedTuple):
-    """The sharding of a call over a mesh.
+    """The way a call is sharded over a device mesh.
 
-    ``shared`` has a letter for each mesh dimension: ``"b"`` shards sequences, ``"h"`` heads, ``""``
-    replicates. ``sizes`` holds the dimension sizes of the whole call.
+    ``shared`` has a letter for each mesh dimension: ``"b"`` if it shards sequences, ``"h"`` for heads, and
+    ``""`` if tensors are replicated. ``sizes`` has the dimension sizes of the whole call.
     """
 
     mesh: "torch.distributed.device_mesh.DeviceMesh"
@@ -56,9 +56,9 @@ class MeshPlacement(NamedTuple):
         """Read the sharding of a call on DTensors.
 
         Raises:
-            TypeError: only some of q, k and v are DTensors, or of other meshes.
-            NotImplementedError: one is sharded over something else than sequences or heads.
-            ValueError: heads that the ranks do not divide.
+            TypeError: only some of q, k and v are DTensors, or their meshes differ.
+            NotImplementedError: a tensor is sharded over other dimensions than sequences or heads.
+            ValueError: the heads do not divide evenly among the ranks.
         """
         qkv = {"q": call.q, "k": call.k, "v": call.v}
         mesh = next(x.device_mesh for x in qkv.values() if is_dtensor(x))
@@ -85,11 +85,11 @@ class MeshPlacement(NamedTuple):
         return f"whose ranks share {' and '.join(parts[shared] for shared in self.shared)}"
 
     def shards(self, letter: str) -> int:
-        """Return the number of ranks over which this dimension is sharded."""
+        """Return the number of ranks over which the dimension with this letter is sharded."""
         return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
     def span(self, letter: str) -> tuple[int, int]:
-        """Return the start and size of this rank's shard of a dimension, as DTensor divides it."""
+        """Return the start and size of this rank's shard of a dimension, by DTensor's rule."""
         start, size = 0, self.sizes[letter]
         for at, shared in enumerate(self.shared):
             if shared == letter:
@@ -99,7 +99,7 @@ class MeshPlacement(NamedTuple):
         return start, size
 
     def placements(self, letters: str) -> list["Placement"]:
-        """Return the placements of a tensor whose dimensions are these letters."""
+        """Return the DTensor placements of a tensor, whose dimensions are named by ``letters``."""
         from torch.distributed.tensor import Replicate, Shard
 
         whole_keys = "g" in letters and self.sizes["g"] % self.shards("h") != 0
@@ -118,7 +118,7 @@ class MeshPlacement(NamedTuple):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         wanted = self.placements(letters)
         pairs = zip(wanted, self.shared, strict=True)
-        # A replicated tensor gets a contribution to its gradient from every rank.
+        # Every rank contributes to the gradient of a replicated tensor.
         grads = [Partial() if p.is_replicate() and shared else p for p, shared in pairs]
         part = x.redistribute(placements=wanted).to_local(grad_placements=grads)
         if "g" in letters and self.sizes["g"] % self.shards("h"):
@@ -137,7 +137,7 @@ class MeshPlacement(NamedTuple):
         return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     def whole(self, x: Tensor | None, letters: str) -> "DTensor | None":
-        """Return the DTensor of which ``x`` is this rank's shard."""
+        """Return the DTensor that has ``x`` as its shard on this rank."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -149,7 +149,7 @@ class MeshPlacement(NamedTuple):
 
 
 class LocalCall(NamedTuple):
-    """The shard of a call that a rank runs, and the placement of its results."""
+    """The part of a sharded call that this rank runs, and the placement of its results."""
 
     call: Call
     sharing: MeshPlacement
@@ -163,10 +163,10 @@ class LocalCall(NamedTuple):
 def local_call(
     call: Call, part: Callable[[MeshPlacement, Tensor, str], Tensor] = MeshPlacement.local
 ) -> LocalCall | None:
-    """Return this rank's shard of a call on DTensors, None for other calls; ``part`` shards each tensor.
+    """Return this rank's part of a call on DTensors, None for other calls; ``part`` shards each tensor.
 
     Raises:
-        TypeError: over a cache; or as :meth:`Sharing.of`, with its other errors.
+        TypeError: the call is over a cache. The errors of :meth:`MeshPlacement.of` are raised too.
     """
     if not any(map(is_dtensor, (call.q, call.k, call.v))):
         return None
@@ -194,7 +194,7 @@ def local_call(
         descales = Descales(*map(of, descales, ("bh", "bg", "bg")))
     bounds = of(call.key_starts, "b"), of(call.key_ends, "b")
     dropout, origin = call.dropout, call.origin
-    if dropout.p or call.functions is not None:  # these see indices of the whole call
+    if dropout.p or call.functions is not None:  # dropout and functions get the indices of the whole call
         origin = origin._replace(head=origin.head + sharing.span("h")[0])
         origin = origin if packing else origin._replace(sequence=origin.sequence + sharing.span("b")[0])
         dropout = dropout._replace(seed=of(_seed(dropout, q.device, sharing)))
@@ -204,7 +204,7 @@ def local_call(
 
 
 def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Tensor | None:
-    """Return the dropout seed, drawn on the first rank and replicated if none is given."""
+    """Return the dropout seed; if none is given, the first rank draws one for all ranks."""
     from torch.distributed.tensor import DTensor, Replicate
 
     seed = dropout.seeded(device).seed
@@ -214,7 +214,7 @@ def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Ten
 
 
 def _kind(name: str, x: "DTensor", letters: str, at: int) -> str:
-    """Return the letter of the dimension over which mesh dimension ``at`` shards a tensor."""
+    """Return which tensor dimension is sharded by mesh dimension ``at``, as one of its ``letters``."""
     from torch.distributed.tensor import Shard
 
     placement = x.placements[at]

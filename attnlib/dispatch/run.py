@@ -1,4 +1,4 @@
-"""Run or explain a call: one walk to the backend that is selected, for both."""
+"""Run a call on the selected backend, or explain the call without running it."""
 
 from functools import partial
 
@@ -13,27 +13,27 @@ from .select import CALL_CACHE, Explanation, explained, select
 
 
 class ExplainOnly:
-    """Given in place of a backend's ``name``: calls are explained, not run, and return zeros."""
+    """Pass this object in place of a backend's name to explain calls: they return zeros and do not run."""
 
     def __init__(self, name: str | None):
         self.name = name
         self.explanations: list[Explanation] = []
 
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Explain a checked call, and return zeros in the shapes of its results."""
+        """Explain a validated call, and return zeros with the shapes of its results."""
         self.explanations.append(explained(call, self.name))
         q, width = call.q, call.v.shape[-1] if call.kv is None else call.kv.layout.value_dim
         return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
 
     def note(self, ranks: str) -> None:
-        """Add to the last explanation how ranks share the call."""
+        """Add to the last explanation a text about how ranks share the call."""
         self.explanations[-1] = self.explanations[-1]._replace(ranks=ranks)
 
 
 def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, Tensor]:
     """Run a call on the backend of this name, or explain it, and return its output and LSE.
 
-    The parts of the package that need more of a :class:`Call` than the public functions take call this.
+    Other modules of the package use this for a :class:`Call` that the public functions cannot express.
     """
     kv, explains = call.kv, type(name) is ExplainOnly
     if kv is not None and kv.route is not None and (result := _by_route(call, name)) is not None:
@@ -60,7 +60,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
     else:
         if are_checks_on(kv.lengths):
             kv.check_contents(call.q.shape[0])
-            key = None  # or the next call would not be checked
+            key = None  # do not cache this call, so that the next one is validated too
         result = backend.cached_attention(call)
     if key is not None:
         CALL_CACHE.add(kv, key, backend.prepare(call))
@@ -68,7 +68,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
 
 
 def _by_route(call: Call, name: str | ExplainOnly | None) -> tuple[Tensor, Tensor] | None:
-    """Answer a call over a view with a route; None if the route leaves it to one call over the whole view."""
+    """Run a call by its view's route (such as shared prefixes); None if one call should read the view."""
     route = call.kv.route
     if type(name) is not ExplainOnly:
         return route.attend(call, partial(attend, name=name))
@@ -80,7 +80,7 @@ def _by_route(call: Call, name: str | ExplainOnly | None) -> tuple[Tensor, Tenso
 
 
 def packed_by_documents(call: Call) -> Call | None:
-    """Return a checked dense call as a packed one, if its mask only keeps the documents of one row apart."""
+    """Return a dense call of one row as a packed call, if its mask only separates documents."""
     mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
     if sections is None or not score.is_alike or call.dropout.p or call.origin is not NO_ORIGIN:
         return None
@@ -96,8 +96,8 @@ def packed_by_documents(call: Call) -> Call | None:
 def gradients(call: Call, name: str | None, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
     """Return the gradients that a chunk of a larger call contributes.
 
-    ``dout``, ``out`` and ``lse`` are those of the larger call at the chunk's queries. The chunk has no sinks,
-    and runs on the backend that ran its forward.
+    ``dout``, ``out`` and ``lse`` belong to the larger call, at the chunk's queries. The chunk has no sinks,
+    and its backward runs on the same backend as its forward.
     """
     call = checked(call)
     call = call._replace(spec=call.spec._replace(grad=True))

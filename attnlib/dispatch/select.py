@@ -1,4 +1,4 @@
-"""Select a backend for a spec by a walk over a preference list, and explain the choice."""
+"""Select the first backend of a preference list that can run a call, and explain the choice."""
 
 import sys
 import warnings
@@ -28,15 +28,15 @@ class Backend(Protocol):
     """The interface of a backend: a module or an object with these functions.
 
     Attributes:
-        unsupported: the reasons why a spec cannot run; reads the spec only.
-        slow: the reasons why a spec would copy K or V, materialise scores or wait for the device.
-        failures: the private functions of torch and Triton that failed their trial, and what that costs.
-        attention, cached_attention: run a checked call and return ``(out, lse)``.
-        gradients: the gradients of a chunk of a larger call, from its dout, output and LSE at the chunk's
-            queries.
-        prepare: a faster way to repeat a call, or None.
-        variant: the name of the kernels that would run a call, empty if there is only one kind.
-        cannot_store: the reasons why tokens of a dtype cannot be stored on a device.
+        unsupported: return the reasons why the backend cannot run a call; reads only the call's spec.
+        slow: return the reasons why a call would copy K or V, materialise scores or wait for the device.
+        failures: return which private functions of torch and Triton did not work, and what that costs.
+        attention, cached_attention: run a validated call and return ``(out, lse)``.
+        gradients: return the gradients of a chunk of a larger call, from the larger call's dout, output and
+            LSE at the chunk's queries.
+        prepare: return a faster function that repeats a call, or None.
+        variant: return the name of the kernels that would run a call, empty if there is only one kind.
+        cannot_store: return the reasons why a device cannot store tokens of a dtype.
         write_cache, new_schedule, update_schedule, peer_memory: as in :mod:`attnlib.dispatch.storage`.
     """
 
@@ -55,23 +55,23 @@ class Backend(Protocol):
     peer_memory: Callable
 
 
-CALL_CACHE = CallCache(4096)  # the only call cache
+CALL_CACHE = CallCache(4096)  # the process has only this call cache
 PREFERENCE = ("triton", "torch", "reference")
-NAMES = (*PREFERENCE, "triton:plain")  # the last one only if it is named
+NAMES = (*PREFERENCE, "triton:plain")  # "triton:plain" is never selected automatically
 FLOP_FORMULAS = flops.formulas()
 
 
 class SlowPathWarning(UserWarning):
     """A warning that a call runs slowly: it copies K or V, materialises scores or waits for the device.
 
-    Also issued once if a Hopper GPU runs without a fast path because a private function of torch or Triton
-    has changed. ``explain`` says why.
+    The warning is also issued once if a Hopper GPU runs without a fast path because a private function of
+    torch or Triton has changed. ``explain`` says why.
     """
 
 
 @leading_to("explain(call, *args) makes it")
 class Explanation(NamedTuple):
-    """The backend that a call runs on, and why; made to be printed.
+    """The backend that a call runs on, and the reasons; print it for a readable summary.
 
     Attributes:
         spec: the description of the call.
@@ -79,10 +79,10 @@ class Explanation(NamedTuple):
         rejected: for each other backend, the reasons against it.
         slow: the reasons why the chosen backend is slow here.
         variant: the name of the chosen kernels, if there are several kinds.
-        shared: over shared prefixes two calls run and are merged; this explains the call over the prefixes,
-            and the other attributes the call over each sequence's own keys.
+        shared: with shared prefixes, the explanation of the call over the prefixes; the other attributes
+            then explain the call over each sequence's own keys.
         ranks: how ranks share the call.
-        failures: the fast paths that are off, and why.
+        failures: the fast paths that are switched off, and why.
     """
 
     spec: AttentionSpec
@@ -133,7 +133,7 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
 
     Raises:
         ValueError, TypeError: no backend has this name.
-        NotImplementedError: the named backend, or every backend, has reasons against the spec.
+        NotImplementedError: the named backend, or every backend, cannot run the call.
     """
     if name is not None:
         _check_name(name)
@@ -153,17 +153,17 @@ def _preferred(spec: AttentionSpec, name: str | None) -> Backend:
 
 
 def backend_of(name: str) -> Backend:
-    """Return the backend of a known name. A module-level mapping would hide the backends from Dynamo."""
+    """Return the backend of a known name. Dynamo could not see the backends in a module-level mapping."""
     return (_triton.backend, _torch, _reference, _triton.plain)[NAMES.index(name)]
 
 
 def storing(dtype: torch.dtype, device: torch.device) -> Backend:
-    """Return the backend that stores tokens of this dtype on this device, and schedules its sequences."""
+    """Return the backend that writes tokens of this dtype to a cache on this device."""
     return next(backend for backend in (_triton.backend, _torch) if not backend.cannot_store(dtype, device))
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
-    """Explain the choice of ``select(spec, name)``. Raises only for an unknown name."""
+    """Explain the choice of ``select(spec, name)``; raise an error only for an unknown name."""
     if name is not None:
         _check_name(name)
     names = PREFERENCE if name in (None, "strict") else (name,)
@@ -185,7 +185,7 @@ def _failures(spec: AttentionSpec, backend: Backend) -> tuple[str, ...]:
 
 
 def explained(call: Call, name: str | None) -> Explanation:
-    """Explain a checked call, including the kernels that would run it."""
+    """Explain a validated call, including the kernels that would run it."""
     found = explanation(call.spec, name)
     return found if found.chosen is None else found._replace(variant=backend_of(found.chosen).variant(call))
 

@@ -12,7 +12,7 @@ from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
 from .select import CALL_CACHE, storing
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup
 
 
@@ -25,16 +25,17 @@ def write_cache(
     angles: Angles | None = None,
     key: Key | None = None,
 ) -> None:
-    """Write tokens into a view's planes in place at ``slots``: k, rotated by ``angles`` first, and v.
+    """Write the keys and values of tokens to a cache in place; ``angles`` rotate the keys first.
 
-    ``slots`` is int64, ``page * page_size + offset`` for each token; -1 is skipped. Grouped storage takes k
-    ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the latent ``[...,
-    r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate. The write quantizes
-    if the layout stores int8 or fp8. If ``key`` is given, which must hold everything that decides the write
-    except the slots, :func:`cached_write` later finds a faster way to repeat it.
+    ``slots`` int64 has ``page * page_size + offset`` for each token; a token with -1 is skipped. Grouped
+    storage takes k ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the
+    latent ``[..., r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate.
+    Values are quantized if the layout stores int8 or fp8. If ``key`` is given, :func:`cached_write` later
+    returns a faster way to repeat the write. The key must contain everything that decides the write except
+    the slots.
 
     Raises:
-        ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
+        ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the cache, or two tokens share a slot.
     """
     checks = are_checks_on(slots)
     if checks:
@@ -47,16 +48,17 @@ def write_cache(
 
 
 def cached_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
-    """Return the cached write of this key to these slots of a view, or None."""
+    """Return the cached write for this key and these slots of a view, or None if there is none."""
     return CALL_CACHE.find(kv, ("write", id(slots), key))
 
 
 def new_schedule(
     layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor | None:
-    """Return a buffer for the ``schedule`` of views of up to ``sequences`` sequences.
+    """Return a buffer for the split schedule of views with up to ``sequences`` sequences.
 
-    None if the device does not use schedules. With a ``split_size``, sequences have at most ``limit`` tokens.
+    Return None if the device uses no schedules. With a ``split_size``, sequences have at most ``limit``
+    tokens.
     """
     options = {"limit": limit, "split_size": split_size}
     return storing(layout.dtype, device).new_schedule(layout.heads, sequences, device, **options)
@@ -75,15 +77,15 @@ def update_schedule(
 
 
 def peer_memory(group: "ProcessGroup", device: torch.device) -> object | None:
-    """Return memory that all ranks of a group may write into, or None if their devices cannot.
+    """Return memory that all ranks of a group can write into, or None if their devices do not allow it.
 
-    Every rank of the group must call it.
+    Every rank of the group must call this function.
     """
     return storing(torch.float32, device).peer_memory(group, device)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole pages ``(from, to)`` of a view's planes in place. No page may be both source and target."""
+    """Copy pages ``(from, to)`` within a cache. No page may be both the source and the target of a copy."""
     source, target = torch.tensor(pairs, dtype=torch.int64, device=kv.k.device).unbind(1)
     planes = (kv.k, kv.k_tail, None if kv.v is kv.k else kv.v)
     scales = (kv.k_scale, None if kv.v_scale is kv.k_scale else kv.v_scale)

@@ -10,13 +10,13 @@ from ..call.call import Call
 from ..internal.checks import is_strided
 from ..masks.band import FULL, AnyMask
 
-HEADS = 256  # no model has more
-FEW = 4  # a decoding step of fewer queries has more heads than queries for good reason
+HEADS = 256  # no model has more heads than this
+FEW = 4  # decoding steps with fewer queries normally have more heads than queries
 INSIDE = "attnlib."
 
 
 class LayoutWarning(UserWarning):
-    """A warning about numbers that are probably laid out in another order than the call expects.
+    """A warning that the numbers in a tensor are probably in another order than the call expects.
 
     Examples are tensors in SDPA's ``[b, h, s, d]`` for a function that takes ``[b, s, h, d]``, and a rope
     that rotates other pairs than DeepSeek's layers do.
@@ -26,12 +26,11 @@ class LayoutWarning(UserWarning):
 def warn_of_layout(call: Call) -> Call:
     """Return the call; warn once per call site if its shapes are probably SDPA's ``[b, h, s, d]``.
 
-    Three signs count: more heads than any model has; fewer keys than queries under a mask that hides keys by
-    distance; and, as in SDPA's layout without groups, equal head and token counts in q and k with at least
-    twice as many heads as queries. A grouped call in the right order has fewer heads in k, so it never
-    matches.
+    Each of three signs leads to a warning: more heads than any model has; fewer keys than queries under a
+    mask that hides keys by distance; or equal head and token counts in q and k, with at least twice as many
+    heads as queries. A grouped call in the right order never shows the last sign, since k has fewer heads.
 
-    Only the public functions call this. It is silent under torch.compile.
+    Only the public functions call this. There is no warning under torch.compile.
     """
     q, k = call.q, call.k
     if not (is_strided(q) and is_strided(k)) or q.dim() != 4 or k.dim() != 4:
@@ -65,8 +64,8 @@ def warn_once(text: str, caller: FrameType) -> None:
     module = caller.f_globals.get("__name__", "")
     if module.startswith(INSIDE):
         return
-    # Python records in this registry which warnings a module has shown, by (text, category, line), except
-    # those that a filter ignores, always shows or turns into errors.
+    # In this registry Python records the warnings that a module has shown, by (text, category, line). It
+    # omits warnings that a filter ignores, always shows or turns into errors.
     shown = caller.f_globals.setdefault("__warningregistry__", {})
     if any(isinstance(key, tuple) and key[1:] == (LayoutWarning, caller.f_lineno) for key in shown):
         return

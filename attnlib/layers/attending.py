@@ -1,4 +1,4 @@
-"""Attention calls of a layer: over its own tokens, over sequences sharded across ranks, and over a cache."""
+"""The attention calls of a layer, over its input, over sequences sharded across ranks, and over a cache."""
 
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ from .tensor_parallel import Share
 
 
 class AttentionCall(NamedTuple):
-    """Arguments common to all attention in one call of a layer.
+    """The arguments that all attention calls within one forward of a layer have in common.
 
     ``head`` is the index of this rank's first query head if the mask, the score or dropout depends on head
-    indices. Otherwise it is 0, since the fastest kernels only take calls that begin at head 0.
+    indices. Otherwise it is 0, since the fastest kernels require calls that begin at head 0.
     """
 
     mask: AnyMask
@@ -45,7 +45,8 @@ class AttentionCall(NamedTuple):
     ) -> Tensor:
         """Attend over ``k`` and ``v``; with context parallelism, over the tokens of all ranks.
 
-        ``given`` has the bounds and offsets. A ``source`` is sent between the ranks in place of k and v.
+        ``given`` has the key bounds and offsets. Ranks send each other ``source``, if given, in place of k
+        and v.
         """
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)
         call = self._placed(Call(q, self.mask, self.score, k, v, None, *bounds, packing, dropout))
@@ -59,7 +60,7 @@ class AttentionCall(NamedTuple):
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]
 
     def check(self, q: Tensor, view: KVView) -> None:
-        """Validate the tensors that mask and score functions read, against a cache step with all heads."""
+        """Validate the tensors that mask and score functions read, for a cache step and all heads."""
         if self.head == 0:
             sizes = {"b": view.lengths.shape[0], "s": q.shape[-3], "h": q.shape[-2]}
             Call(q, self.mask, self.score, kv=view).check_functions(sizes)
@@ -69,9 +70,9 @@ class AttentionCall(NamedTuple):
 
 
 def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> AttentionCall:
-    """Return the attention arguments of a layer that has ``heads`` query heads on this rank.
+    """Return the common arguments for attention in a layer with ``heads`` query heads on this rank.
 
-    ``score`` has every score option of the layer except its function.
+    ``score`` has all score options of the layer except its score function.
 
     Raises:
         ValueError: a function reads head indices, and this rank's heads were not sharded by torch.

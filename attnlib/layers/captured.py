@@ -1,4 +1,4 @@
-"""Tensors that mask and score functions read, held as parameters or buffers of the layer."""
+"""Registration of tensors that mask and score functions read, as parameters or buffers of a layer."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ class CapturedTensors(nn.Module):
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
         super().__init__()
         self._names, self._are_given = names, True
-        # Empty tensors, so that the function does not keep the captured ones alive.
+        # Bind the function to empty tensors, so that it does not keep the captured tensors alive.
         self._function = function.reading([x.new_empty(0) for x in function.tensors])
         for name, x in zip(names, function.tensors, strict=True):
             if isinstance(x, nn.Parameter):
@@ -27,7 +27,7 @@ class CapturedTensors(nn.Module):
                 self.register_buffer(name, x, persistent=False)
 
     def forward(self, share: Share = ALL_HEADS) -> MaskFunction | ScoreFunction:
-        """Return the function bound to the whole tensors: head indices count all heads on every rank."""
+        """Return the function bound to the whole tensors; its head indices count the heads of all ranks."""
         return self._function.reading([share.gathered(getattr(self, name)) for name in self._names])
 
     def _apply(self, fn, recurse=True):
@@ -42,10 +42,10 @@ class CapturedTensors(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Keep the captured tensors, which have no initial values to reset to.
+        """Leave the captured tensors unchanged, since they have no initial values to reset to.
 
         Raises:
-            RuntimeError: they were created on the meta device and have no values.
+            RuntimeError: the tensors were created on the meta device and have no values.
         """
         if not self._are_given:
             raise RuntimeError(
@@ -59,7 +59,7 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
     """Return the tensors that a layer's mask captures; None for a plain Mask, which reads none.
 
     Raises:
-        ValueError: a tensor has another head count than the layer.
+        ValueError: the number of heads in a tensor differs from the layer's.
     """
     if isinstance(mask, Mask):
         return None
@@ -72,7 +72,7 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
 
     Raises:
         TypeError: ``score`` was not made by score_mod().
-        ValueError: a tensor has another head count than the layer.
+        ValueError: the number of heads in a tensor differs from the layer's.
     """
     if score is None:
         return None

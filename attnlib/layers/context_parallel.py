@@ -9,15 +9,15 @@ from torch import Tensor
 from ..call.call import Call
 from ..dispatch.run import ExplainOnly
 
-if TYPE_CHECKING:  # importing it is slower than importing attnlib
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class KeyValueSource(NamedTuple):
-    """Tensors that ranks send each other in place of K and V, which are larger and computed from them.
+    """Small tensors that ranks send each other in place of K and V; each rank computes K and V from them.
 
-    ``tensors`` hold this rank's tokens, ``[b, local tokens, ...]`` or packed ``[local tokens, ...]``.
-    ``expand`` computes k and v from such tensors of any tokens; ``weights`` are the parameters it uses.
+    ``tensors`` have this rank's tokens, ``[b, local tokens, ...]`` or packed ``[local tokens, ...]``.
+    ``expand`` computes k and v from such tensors of any rank; ``weights`` are the parameters it uses.
     """
 
     tensors: tuple[Tensor, ...]

@@ -22,7 +22,7 @@ from .parameters import biased, check_counts, described, head_dims, not_none, pu
 from .positions import angles_of, positions_of, scale_and_gain, scaled_head
 from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
 
-if TYPE_CHECKING:  # importing these is slower than importing attnlib
+if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -36,18 +36,19 @@ class GroupedQueryAttention(nn.Module):
     Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks.
 
     - ``qk_norm`` normalizes each head of q and k before rope (as in Qwen 3), or after it with
-      ``norm_after_rope`` (as in HunYuan). Any module that keeps the shape ``[..., h, d]`` may replace q_norm
-      or k_norm.
+      ``norm_after_rope`` (as in HunYuan). q_norm and k_norm may be replaced by any module that
+      keeps the shape ``[..., h, d]``.
     - ``bias`` is for q, k and v, and ``output_bias`` for o (None: as ``bias``). ``bias`` may also name the
       projections that have one, as in ``("q_proj", "v_proj")``.
     - ``sinks`` adds a learned logit per head (as in gpt-oss), ``alibi`` the slopes of Press et al. (2021,
       arXiv 2108.12409).
     - ``temperature`` scales queries by their positions, after rope.
     - ``dropout_p`` drops attention probabilities, in training only.
-    - ``context_parallel`` shards sequences over ranks: x and the output hold this rank's tokens.
+    - ``context_parallel`` shards sequences over ranks: x and the output have only this rank's tokens.
 
     Raises:
-        ValueError: the sizes do not divide, a number is out of range, or the rope is wider than the head.
+        ValueError: ``num_kv_heads`` does not divide ``num_heads`` or another size does not fit, a number is
+            out of range, or the rope is wider than the head.
         TypeError: an argument has the wrong type, such as a mask that is not a Mask.
 
     >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
@@ -63,7 +64,7 @@ class GroupedQueryAttention(nn.Module):
     mask: AnyMask
     rope: Rope | None
     scale: float
-    q_gain: float  # factor of q's rotated channels
+    q_gain: float  # multiplies the rotated channels of q, for YaRN
     softcap: float | None
     temperature: Temperature | None
     norm_after_rope: bool
@@ -141,7 +142,7 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The cache layout of this layer on this rank; within ``torch.autocast`` it has autocast's dtype."""
+        """The layout of this layer's KV cache on this rank, with autocast's dtype within torch.autocast."""
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
         kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
@@ -199,15 +200,15 @@ class GroupedQueryAttention(nn.Module):
 
         - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
           ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
-        - ``kv`` is this layer's entry of a cache step, to which the tokens of x are appended.
+        - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it.
         - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the padding of a dense x, or of its context.
         - ``positions`` are ``[b, s]``, ``[t]`` or precomputed Angles, and affect rope only. None means
           ``kv.positions`` in a cache step, positions from 0 in each sequence with ``cu_seqlens``, and
           ``arange(s)`` otherwise.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
 
-        With ``context_parallel``, x and ``positions`` hold this rank's tokens. All other arguments describe
-        the whole sequences and are the same on every rank.
+        With ``context_parallel``, x and ``positions`` have only this rank's tokens. All other arguments
+        describe the whole sequences and are the same on every rank.
 
         Raises:
             ValueError: inputs contradict each other.
@@ -225,7 +226,7 @@ class GroupedQueryAttention(nn.Module):
         if isinstance(context, KVView):
             out = attention.over_view(q, context)
         elif kv is not None:
-            # The cache rotates the keys that it writes, unless a norm comes after the rotation.
+            # The cache rotates keys when it writes them, unless the layer normalizes keys after rotation.
             own, left = (angles, None) if self.norm_after_rope else (None, angles)
             out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
         else:
@@ -237,15 +238,16 @@ class GroupedQueryAttention(nn.Module):
         return described(self, "num_heads", "num_kv_heads", "head_dim")
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """Project ``context`` and store it in a step of its own cache, for ``forward(context=view)``."""
+        """Store the keys and values of ``context`` in a step of its cache, for ``forward(context=view)``."""
         check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
         kv.append(*self.key_value(context, None, share_of_context(self, context)))
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Return the tensor-parallel plan of this layer for a one-dimensional mesh.
 
-        Pass it to torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. The query heads are
-        sharded. With fewer KV heads than ranks, every rank computes all KV heads and reads its own.
+        Pass the plan to torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. The query
+        heads are sharded. With fewer KV heads than ranks, every rank computes all KV heads, but reads only
+        the ones that its query heads need.
 
         Raises:
             ValueError: the heads do not divide evenly among the ranks.
@@ -253,7 +255,7 @@ class GroupedQueryAttention(nn.Module):
         return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
 
     def _share(self, q: Tensor) -> Share:
-        """Return this rank's share of the heads, from the number of heads in q ``[..., h, d]``."""
+        """Return which query heads this rank has, given the number of heads in its q ``[..., h, d]``."""
         return share_of(self.q_proj, self.num_heads, q.shape[-2])
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
@@ -268,8 +270,8 @@ class GroupedQueryAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return keys ``[..., g, d]`` and values ``[..., g, e]`` for the query heads in ``share``.
 
-        Keys for a cache need no ``angles``, since the cache rotates what it writes. The exception is
-        ``norm_after_rope``: then the keys must be rotated and normalized here.
+        Keys for a cache need no ``angles``, since the cache rotates keys when it writes them. The exception
+        is ``norm_after_rope``: then this method must rotate and normalize the keys.
         """
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))

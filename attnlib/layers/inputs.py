@@ -1,4 +1,4 @@
-"""The arguments common to all layers, of constructors and of forward, and their validation."""
+"""Validation of the constructor and forward arguments that all attention layers have in common."""
 
 import sys
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def check_options(
     numbers: Mapping[str, float],
     flags: Mapping[str, bool],
 ) -> None:
-    """Raise ValueError or TypeError for an invalid constructor argument; ``numbers`` must be above 0."""
-    if type(mask) not in (Mask, MaskFunction):  # kernels would ignore what a subclass overrides
+    """Raise ValueError or TypeError if a constructor argument is invalid; ``numbers`` must be positive."""
+    if type(mask) not in (Mask, MaskFunction):  # kernels would ignore the methods of a subclass
         refuse_mask(mask)
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
@@ -54,7 +54,7 @@ def check_options(
 
 
 def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
-    """Raise ValueError for a rope that does not fit heads of dimension ``head_dim``."""
+    """Raise ValueError if a rope does not fit heads of dimension ``head_dim``."""
     if rope is not None and rope.dim > head_dim:
         raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
     if norm_after_rope and rope is not None and rope.amplitude != 1:
@@ -66,8 +66,8 @@ def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
 def check_latent_rope(rope: Rope | None, channels: int) -> None:
     """Raise ValueError unless the rope of an MLA layer rotates its ``qk_rope_head_dim`` channels.
 
-    Warn if it does not rotate interleaved pairs. DeepSeek's checkpoints need them, and a mismatch would go
-    unnoticed, since the weights have the same shape.
+    Warn if the rope does not rotate interleaved pairs of channels. DeepSeek's checkpoints need interleaved
+    pairs, and a mismatch would go unnoticed, since the weights have the same shape.
     """
     if rope is None and channels:
         raise ValueError(
@@ -95,16 +95,16 @@ class Inputs(NamedTuple):
     key_starts: Tensor | None = None
     key_ends: Tensor | None = None
     mask: AnyMask | None = None
-    context_parallel: ContextParallel | None = None  # the layer's own
+    context_parallel: ContextParallel | None = None  # an option of the layer, not of forward
 
     @property
     def is_stored(self) -> bool:
-        """True if a cache stores the keys."""
+        """True if the keys are read from a cache."""
         return self.kv is not None or isinstance(self.context, KVView)
 
     @property
     def packing(self) -> Packing | None:
-        """The offsets of packed sequences, of x and of its context; None if x is dense."""
+        """The offsets of the packed sequences in x and in its context; None if x is dense."""
         if self.cu_seqlens is None:
             return None
         return Packing(self.cu_seqlens, self.cu_seqlens if self.context is None else self.cu_seqlens_context)
@@ -113,7 +113,7 @@ class Inputs(NamedTuple):
 def check(
     x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, mask: AnyMask, projection: nn.Module
 ) -> None:
-    """Validate the inputs of a layer with this ``mask`` and with ``projection`` as its first module.
+    """Validate the inputs of a layer that has this ``mask`` and whose first module is ``projection``.
 
     Raises:
         ValueError, TypeError, RuntimeError: the inputs contradict the layer, each other or the cache step.
@@ -159,7 +159,7 @@ def check(
 
 
 def _check_shared(given: Inputs) -> None:
-    """Raise ValueError for a cache or a context, which context parallelism does not support."""
+    """Raise ValueError if a cache or a context is given, since context parallelism supports neither."""
     check_context_parallel(given.context_parallel)
     for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
         if x is not None:
@@ -172,7 +172,7 @@ def _check_shared(given: Inputs) -> None:
 def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: nn.Module) -> None:
     """Raise ValueError unless integer positions have one entry for each token of x.
 
-    Angles are validated where q is rotated.
+    Precomputed Angles are validated later, when q is rotated.
     """
     if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may all-gather x
         return
@@ -193,9 +193,9 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
-    """Raise ValueError for positions that restart at 0 within a row, if ``masks`` cannot separate sequences.
+    """Raise ValueError if positions restart at 0 within a row, and ``masks`` cannot separate sequences.
 
-    Only mask functions can. The values are read on a CPU, or elsewhere with ATTNLIB_CHECK=1.
+    Only mask functions can separate sequences. Positions on a GPU are read only with ATTNLIB_CHECK=1.
     """
     are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
     if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):
@@ -276,7 +276,7 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
 
 
 def _check_autocast(name: str, x: Tensor, layout: KVLayout) -> None:
-    """Raise TypeError if autocast is on and would project ``x`` to another dtype than the cache has."""
+    """Raise TypeError if autocast is on and would project ``x`` to another dtype than the cache's."""
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return
     dtype = computed_dtype(x)
@@ -308,7 +308,7 @@ def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) 
             f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, "
             f"m={hidden_size}], got {tuple(x.shape)}"
         )
-    # A wrapper, a hook or an adapter may change x before the product.
+    # A wrapper, a hook or an adapter may change x before the matrix product.
     if type(projection) is not nn.Linear or "forward" in vars(projection) or projection._forward_pre_hooks:
         return
     weight = projection.weight

@@ -1,4 +1,4 @@
-"""The two forms of MLA: a cost rule that selects one, and the expanded form over a cache, in chunks."""
+"""The expanded and absorbed forms of MLA: a rule that selects one, and the expanded form over a cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,11 +21,11 @@ from .positions import sequence_of
 from .tensor_parallel import MARK, local_weight
 
 # The number of stored tokens, over all sequences, that are expanded to K and V at once. With DeepSeek-V3's
-# 128 heads of 192 + 128 channels in bf16 they take 640 MiB. Their up-projection is enough to fill a GPU.
+# 128 heads of 192 + 128 channels in bf16, K and V take 640 MiB. Computing them is enough work to fill a GPU.
 CHUNK = 8192
-# The multiplications, summed over heads, that expanding one prompt of a packed step must save. They pay for
-# writing and reading its K and V, and for the extra launches. Times of a step that has 31 or 63 other
-# sequences (H200, CUDA graph replay, 2026-11):
+# A prompt of a packed step is expanded only if that saves this many multiplications, summed over heads.
+# Smaller savings would not pay for writing and reading K and V and for the extra launches. The table has
+# times of a step with one prompt and 31 or 63 other sequences (H200, CUDA graph replay, 2026-11):
 #   prompt tokens  history  heads  saved    absorbed  expanded
 #             300       8k    128  2**36.7   2.76 ms   3.48 ms
 #             512       8k    128  2**38     4.26 ms   3.83 ms
@@ -52,18 +52,18 @@ def check_form(form: str, ranks: ContextParallel | None) -> None:
 def cheaper_form(
     queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0
 ) -> str:
-    """Return the form with fewer multiplications per head, for ``queries`` over ``keys`` latents.
+    """Return the form of MLA that needs fewer multiplications per head, for ``queries`` over ``keys``.
 
-    Expanding up-projects every key. Absorbing projects every query, and its scores and weighted sums are
-    wider:
+    The expanded form up-projects every key. The absorbed form projects every query, and computes scores and
+    weighted sums with more channels:
 
         expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
         absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
 
     Over many keys, expanding is cheaper from about ``rank * (nope + value) / (2 * rank - nope - value)``
     queries on: 171 with DeepSeek-V3's sizes 512, 128 and 128. Pairs that a mask hides count in both forms.
-    Over a cache, ``queries`` is the mean over a step's sequences and ``keys`` an upper bound. Expanding must
-    save at least ``least`` multiplications.
+    Over a cache, ``queries`` is the mean over a step's sequences and ``keys`` an upper bound. The expanded
+    form is returned only if it saves at least ``least`` multiplications.
     """
     expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
@@ -115,12 +115,12 @@ def attend_expanded(
             out, lse = varlen_attention_with_lse(
                 rows, k, v, **offsets, mask=band, scale=scale, backend=backend
             )
-        else:  # functions need the indices of the whole sequences
+        else:  # functions need indices within whole sequences
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
             call = Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True)
             out, lse = attend(call, backend)
-        if state is not None:  # in fp32: rounding the sum after every chunk would add up
+        if state is not None:  # in fp32, since rounding errors of all chunks would add up
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse
     return state[0].to(v.dtype).unflatten(0, q.shape[:-2])
@@ -132,13 +132,13 @@ def _chunks(
     """Yield disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, each with the mask for its call.
 
     Ranges are counted back from the ends of the sequences, where the queries are. Range ``n`` is then equally
-    far from the queries in every sequence, and its mask is the shifted band. A mask's prefix, and the first
-    tokens that a window retains, are counted from the start.
+    far from the queries in every sequence, and the same shifted mask fits all sequences. A mask's prefix, and
+    the first tokens that a window retains, are counted from the start.
     """
     (window, first), reach = mask.kept, mask.band.reach
     starts, prefix, band = view.starts, max(mask.band.prefix, first), mask.band.without_prefix()
     reach = window - 1 if reach is None and window is not None else reach
-    # The tokens at the end of a sequence that its queries may see.
+    # This many tokens at the end of a sequence can be visible to its queries.
     visible = longest if reach is None else min(longest, reach + queries)
     for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
@@ -149,9 +149,9 @@ def _chunks(
 
 
 def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the packed latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of ranges, with offsets.
+    """Return the latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of ranges, packed, with offsets.
 
-    Rows past the last offset are not used. They repeat the last token of a range, which keeps every index
+    Rows past the last offset are not used. They repeat the last token of a range, so that every index stays
     inside the page table.
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
@@ -173,9 +173,10 @@ def attend_mixed(
     view: KVView,
     prompts: Sequence[Prompt],
 ) -> Tensor:
-    """Return attention of a packed step, expanded for ``prompts`` and absorbed for all other sequences.
+    """Return attention of a packed step: expanded for ``prompts``, absorbed for all other sequences.
 
-    It calls ``attend_stored(q_nope, q_rope, view, form)``, for a prompt also with ``longest`` and ``row``.
+    The function calls ``attend_stored(q_nope, q_rope, view, form)``, and for a prompt also passes ``longest``
+    and ``row``.
     """
     sizes = runs(prompts, q_nope.shape[0])
     parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
@@ -196,7 +197,7 @@ def source_of(
     k_rope: Tensor | None,
     weights: Sequence[Tensor],
 ) -> KeyValueSource:
-    """Return what ranks send each other in context parallelism: latents and rotary keys, to ``expand``."""
+    """Return the latents and rotary keys that ranks send each other in context parallelism."""
 
     def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k, v = expand(latent, k_rope)
@@ -211,7 +212,7 @@ def source_of(
 
 
 def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
-    """Return how many tokens of a packed step lie before the first prompt, in it, before the next, and so on.
+    """Return the token counts of a packed step: before the first prompt, in it, before the next, and so on.
 
     >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
     [2, 50, 3]
@@ -287,6 +288,6 @@ def is_plain_matmul(module: nn.Module, q: Tensor | None = None, heads: int = 1) 
         return hooks == 0
     if (
         q is None or hooks > 1 or not getattr(module, MARK, False)
-    ):  # parallelize_module adds one hook of each kind
+    ):  # parallelize_module adds one forward hook and one pre-hook
         return False
     return local_weight(module).shape[0] * heads == module.weight.shape[0] * q.shape[-2]

@@ -26,7 +26,7 @@ from .parameters import check_counts, described, not_none, reset_children
 from .positions import angles_of, positions_of
 from .tensor_parallel import local_weight, plan_of, share_of
 
-if TYPE_CHECKING:  # importing these is slower than importing attnlib
+if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -42,7 +42,7 @@ class MultiHeadLatentAttention(nn.Module):
     - The *absorbed* form moves the key up-projection to the query and the value up-projection to the output,
       and attends over the latents themselves as one KV head.
 
-    ``form`` forces one of them, and ``"auto"`` takes the cheaper. ``q_lora_rank=None`` projects q directly.
+    ``form`` forces one form, and ``"auto"`` takes the cheaper. ``q_lora_rank=None`` projects q directly.
     ``bias`` is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs, which is
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
     ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions.
@@ -94,7 +94,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.backend, self.context_parallel = backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
-        # YaRN scales the rotated channels of q and k by its amplitude: here both factors scale those of q.
+        # YaRN scales the rotated channels of q and k by its amplitude. We apply both factors to q.
         latent_scale, self.q_gain = (1.0, 1.0) if rope is None else (rope.latent_scale, rope.amplitude**2)
         self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
         linear = partial(nn.Linear, device=device, dtype=dtype)
@@ -112,7 +112,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The cache layout of this layer; within ``torch.autocast`` it has autocast's dtype."""
+        """The layout of this layer's KV cache, with autocast's dtype within torch.autocast."""
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
@@ -132,7 +132,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def _query_projection(self) -> nn.Module:
-        """The projection whose output is the heads of q."""
+        """The projection that computes the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
 
     def forward(
@@ -181,7 +181,7 @@ class MultiHeadLatentAttention(nn.Module):
     def query(
         self, x: Tensor, angles: Angles | None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return q's unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels.
+        """Return the unrotated channels ``[..., h, n]`` of q, and the rotated ones ``[..., h, p]``.
 
         A temperature needs integer ``positions``.
         """
@@ -218,8 +218,8 @@ class MultiHeadLatentAttention(nn.Module):
         view = kv.append(latent, k_rope, angles=angles)
         attention.check(q_nope, view)  # calls on chunks of the view would skip this check
         attend = partial(self._attend_stored, attention=attention)
-        # Only the absorbed form gives bits that do not depend on the batch (split_size), and only it works if
-        # other ranks store some of the latents.
+        # The absorbed form is required for results that do not depend on the batch (split_size), and if other
+        # ranks store some of the latents.
         if not kv.prefill or view.split_size or (view.is_partial and kv.history):
             return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
         if kv.history:
@@ -235,10 +235,10 @@ class MultiHeadLatentAttention(nn.Module):
         return self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
-        """Return the prompts of a packed step that are much cheaper expanded than absorbed.
+        """Return the prompts of a packed step that are much cheaper in the expanded form.
 
-        There are none under torch.compile and in CUDA graphs, which must serve any prompts, and none over a
-        shared prefix, which is read once for all sequences.
+        The list is empty under torch.compile and in CUDA graphs, which must work for any prompts, and with
+        shared prefixes, which are read once for all sequences.
         """
         if is_recorded(view.k) or view.route is not None or self._allowed_form("absorbed") == "expanded":
             return []
@@ -279,7 +279,7 @@ class MultiHeadLatentAttention(nn.Module):
         attention: AttentionCall,
         **limits: int,
     ) -> Tensor:
-        """Attend over a latent cache in this form; for ``limits`` see :func:`attend_expanded`."""
+        """Attend over a latent cache in the given ``form``; for ``limits`` see :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
         return attend_expanded(
@@ -308,7 +308,7 @@ class MultiHeadLatentAttention(nn.Module):
         return self._allowed_form(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """Return the query in the space of latents and rotary keys, ``[..., h, r + p]``."""
+        """Map the query to the space of latents and rotary keys, and return it, ``[..., h, r + p]``."""
         k_up, _ = self._up_projections()
         return torch.cat((torch.einsum("...hn,hnr->...hr", q_nope, k_up), q_rope), -1)
 
@@ -325,7 +325,7 @@ class MultiHeadLatentAttention(nn.Module):
     def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return K ``[..., h, n + p]`` and V ``[..., h, e]`` of latents ``[..., r]`` and keys ``[..., p]``.
 
-        The rotary keys are already rotated; None if p is 0.
+        The rotary keys are already rotated. ``k_rope`` is None if p is 0.
         """
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)

@@ -8,7 +8,7 @@ from ..internal.checks import check_count
 from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Options printed by a layer's repr if they are set. The scale is left out, since it always is.
+# A layer's repr prints these options if they are set. The scale is omitted, since it is always set.
 OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 
@@ -39,7 +39,7 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
 def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str, ...]:
     """Return the names of the projections that have a bias.
 
-    ``bias`` names them, or it is a bool for q, k and v, and ``output_bias`` one for o.
+    ``bias`` is a tuple of their names, or a bool for q, k and v; ``output_bias`` is a bool for o.
 
     Raises:
         TypeError: an argument has another type.
@@ -93,7 +93,8 @@ def head_dims(
 def published_slopes(num_heads: int) -> list[float]:
     """Return the ALiBi slopes of the paper: a geometric series for each power of two.
 
-    Other head counts take the series of the next lower power, then every other term of the next higher one.
+    Other head counts use the series of the next lower power of two, and then every other term of the series
+    of the next higher power.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]

@@ -11,7 +11,8 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
     """Return the rotary angles of x's tokens; None without rope.
 
     The positions in ``given`` may already be Angles. If they are None, the tokens of each sequence are
-    counted from 0, in a cache from its current length. With context parallelism the count covers all ranks.
+    counted from 0, or from the sequence's current length in a cache. With context parallelism, tokens are
+    counted over all ranks.
 
     Raises:
         ValueError: a length-dependent rope is used in a cache or with explicit positions, or Angles come
@@ -35,7 +36,7 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
 
 
 def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
-    """Return the angles of a rope that depends on the sequence length, which is known for dense x only."""
+    """Return the angles of a rope that depends on the sequence length, known only for dense inputs."""
     rule = type(rope.scaling).__name__
     if given.kv is not None:
         raise ValueError(
@@ -52,7 +53,7 @@ def positions_of(x: Tensor, given: Inputs) -> Tensor:
     """Return the integer positions of x's tokens, counted as in :func:`angles_of`.
 
     Raises:
-        TypeError: the positions were given as Angles, which hold no integers.
+        TypeError: the positions were given as Angles, which have no integer positions.
     """
     if isinstance(given.positions, Angles):
         raise TypeError(
@@ -72,7 +73,7 @@ def _natural_positions(x: Tensor, given: Inputs) -> Tensor:
 
 
 def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the packed sequence index of each token; tokens past the last offset get one index more."""
+    """Return the sequence index of each packed token; tokens past the last offset get the next index."""
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
@@ -88,5 +89,5 @@ def scale_and_gain(scale: float | None, rope: Rope | None, head_dim: int) -> tup
 
 
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
-    """Return q with its first ``rotated`` channels times ``gain``, which YaRN needs for a partial rope."""
+    """Multiply the first ``rotated`` channels of q by ``gain``, as YaRN requires for a partial rope."""
     return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

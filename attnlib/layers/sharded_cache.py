@@ -1,4 +1,4 @@
-"""Tensor parallelism over a sharded cache: which query heads the ranks of a cache may combine."""
+"""Tensor parallelism over a sharded cache: tell a view which query heads each of its ranks has."""
 
 from ..kv import KVView
 from .tensor_parallel import Share
@@ -7,7 +7,7 @@ from .tensor_parallel import Share
 def with_heads(view: KVView, share: Share, heads: int, *, total: int, kv_heads: int) -> KVView:
     """Return the view for a call with ``heads`` of ``total`` query heads, which read ``kv_heads`` KV heads.
 
-    A sharded view records whether its ranks attend with different query heads or all with the same ones.
+    The view of a sharded cache records whether its ranks have different query heads or all the same ones.
 
     Raises:
         ValueError: the ranks that share the view store different KV heads, only some of them have the same
@@ -38,7 +38,8 @@ def with_heads(view: KVView, share: Share, heads: int, *, total: int, kv_heads: 
 def _first_heads(view: KVView, share: Share) -> list[int] | None:
     """Return the first query head of each rank that shares the view.
 
-    None if the view's mesh crosses the heads' mesh: then the ranks that share it have the same query heads.
+    Return None if the ranks that share the view lie along another mesh dimension than the one that shards
+    heads: then they all have the same query heads.
     """
     placed = {
         int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)

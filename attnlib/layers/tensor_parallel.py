@@ -1,9 +1,9 @@
 """Tensor parallelism of layers: each rank computes its own heads.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All
-tensors between them are plain local tensors. Some tensors are replicated on every rank but used only for the
-rank's own heads: MLA's rotary key, sinks, norm weights, and tensors that score functions read. Their
-gradients are partial on each rank, and :meth:`Share.sum_gradients` sums them.
+tensors between these projections are plain local tensors. Some tensors are replicated on every rank but used
+only for the rank's own heads: MLA's rotary key, sinks, norm weights, and tensors that score functions read.
+Each rank computes only a part of their gradients, and :meth:`Share.sum_gradients` sums the parts.
 """
 
 from math import prod
@@ -16,7 +16,7 @@ from torch.func import functional_call
 from ..internal.meshes import check_mesh
 from ..scores import Score
 
-if TYPE_CHECKING:  # importing these is slower than importing attnlib
+if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -38,16 +38,16 @@ class Share(NamedTuple):
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
-        """The placements of a replicated tensor's gradient: partial on mesh dimensions that shard heads."""
+        """The DTensor placements of a replicated tensor's gradient, partial where the mesh shards heads."""
         from torch.distributed.tensor import Partial, Replicate
 
         return tuple(Partial() if shared else Replicate() for shared in self.shares)
 
     def kv_heads(self, total: int) -> tuple[int, int]:
-        """Return the first of the ``total`` KV heads that these query heads read, and how many they read.
+        """Return which of the ``total`` KV heads this rank's query heads read, as first index and count.
 
         Raises:
-            ValueError: the query heads of a KV head are sharded unevenly.
+            ValueError: the query heads that read one KV head are sharded unevenly.
         """
         group = self.total // total
         if self.count % group and group % self.count:
@@ -58,7 +58,7 @@ class Share(NamedTuple):
         return self.first // group, max(1, self.count // group)
 
     def stored_heads(self, local: int, total: int) -> int:
-        """Return how many of ``total`` KV heads this rank stores; ``local`` if its weight is not sharded."""
+        """Return how many of ``total`` KV heads this rank stores: ``local`` without tensor parallelism."""
         return self.kv_heads(total)[1] if self.shares else local
 
     def local_score(self, score: Score) -> Score:
@@ -68,7 +68,7 @@ class Share(NamedTuple):
         return score._replace(**{name: self._local(x) for name, x in score.tensors.items()})
 
     def _local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of x ``[h]``, which has a value for each query head (local or all)."""
+        """Return this rank's part of x ``[h]``, which has a value for each local head, or for every head."""
         x = x.to_local() if _is_distributed(x) else x
         return x if x.shape[0] == self.count else self.sum_gradients(x).narrow(0, self.first, self.count)
 
@@ -76,7 +76,7 @@ class Share(NamedTuple):
         """Return the KV heads that this rank's query heads read, from the output x of projection ``name``.
 
         Raises:
-            ValueError: x ``[..., g, d]`` has other KV heads than the query heads need.
+            ValueError: x ``[..., g, d]`` does not have the KV heads that the query heads need.
         """
         total, heads = layer.num_kv_heads, x.shape[-2]
         if not self.shares:
@@ -123,7 +123,7 @@ class Share(NamedTuple):
         """Return ``norm(x)`` for this rank's heads ``[..., h, d]``.
 
         Raises:
-            NotImplementedError: FSDP shards the norm by itself, so that its weights are not gathered yet.
+            NotImplementedError: FSDP shards the norm as a module of its own, so its weights are not gathered.
         """
         if not self.shares:
             return norm(x)
@@ -134,7 +134,7 @@ class Share(NamedTuple):
                     "qk_norm: tensor parallelism needs whole norm weights, but FSDP has sharded the norm "
                     "itself; call fully_shard on the layer, not on its norms"
                 )
-            return norm(x)  # their gradients are summed by parallelize_module
+            return norm(x)  # parallelize_module sums the gradients of the norm's weights
         return functional_call(norm, {name: self.sum_gradients(w) for name, w in weights.items()}, (x,))
 
 
@@ -144,8 +144,9 @@ ALL_HEADS = Share()
 def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share:
     """Return this rank's share of the ``heads`` that ``projection`` computes; ALL_HEADS if it is not sharded.
 
-    ``local_heads`` is the head count of its output. If that is None, the weight decides. FSDP shards weights
-    too, but gathers them before they are used, so only modules marked by ``parallelize_module`` count.
+    ``local_heads`` is the head count of its output; if None, the count is read from the weight. FSDP shards
+    weights too, but gathers them before they are used, so only modules marked by ``parallelize_module``
+    count.
 
     Raises:
         ValueError: the heads do not divide evenly among the ranks.
@@ -157,7 +158,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
         return ALL_HEADS
     from torch.distributed.tensor import Shard
 
-    # type(): FSDP around the layer adds a _StridedShard, which it gathers before the weight is used.
+    # type() excludes subclasses: FSDP adds a _StridedShard, and gathers it before the weight is used.
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:
@@ -174,7 +175,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
 
 
 def share_of_context(layer: nn.Module, context: Tensor) -> Share:
-    """Return this rank's share of a grouped layer's query heads if only keys and values are computed.
+    """Return which query heads of a grouped layer this rank has, if only keys and values are computed.
 
     If the weight is sharded, q_proj is called with one token: its output shows whether heads are gathered.
     """
@@ -189,8 +190,8 @@ def plan_of(
 ) -> "dict[str, ParallelStyle]":
     """Return the plan for ``parallelize_module`` that shards ``columns`` and ``o_proj`` by heads.
 
-    The projections ``of_kv`` are sharded too if the KV heads divide among the ranks. Otherwise every rank
-    computes all KV heads and reads the ones that its query heads need.
+    The projections named in ``of_kv`` are sharded too if the KV heads divide evenly among the ranks.
+    Otherwise every rank computes all KV heads and reads the ones that its query heads need.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.

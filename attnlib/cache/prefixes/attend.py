@@ -1,4 +1,4 @@
-"""Attention over a view with shared prefixes: a call over them, a call over the rest, and a merge."""
+"""Attention with shared prefixes: a call over the prefixes, a call over the other keys, and a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from ...merge import merge_states
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixRoute:
-    """The route of a view whose neighbours share first pages.
+    """The way attention reads a cache in which neighbouring sequences share their first pages.
 
-    ``shared`` holds the keys that neighbours share: one row for each group, whose queries are those of its
-    sequences, packed. ``own`` holds the other keys of each sequence. All shared keys come before all queries.
+    ``shared`` is a view of the shared keys. It has one row for each group of sequences, with the queries of
+    the whole group packed. ``own`` is a view of each sequence's other keys. Shared keys come before all
+    queries.
     """
 
     shared: KVView
@@ -28,13 +29,12 @@ class PrefixRoute:
     is_partial: ClassVar[bool] = False
 
     def after_replace(self) -> None:
-        """Return no route: a changed view is read as a whole, since its planes hold every key."""
+        """Return None: attention reads a changed view in one call, since its pages hold every key."""
 
     def attend(self, call: Call, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Read the shared keys once for all queries of a group, each sequence's own keys, and merge.
+        """Attend to the shared keys once per group, to each sequence's own keys, and merge the results.
 
-        None if some query does not see all keys before its own, so that one call over the whole view has to
-        do.
+        Return None if some query does not see all earlier keys; then one call must read the whole view.
         """
         q, packed = call.q, call.kv.cu_seqlens_q is not None
         if not call.sees_all_before or not is_strided(q):
@@ -47,6 +47,6 @@ class PrefixRoute:
         return merge_states(*state, out, lse)
 
     def explain(self, call: Call, parts: Sequence[Explanation]) -> Explanation:
-        """Explain the call over each sequence's own keys, with that over shared keys as ``shared``."""
+        """Explain the call over each sequence's own keys; the field ``shared`` explains the other call."""
         own, shared = parts
         return own._replace(shared=shared)

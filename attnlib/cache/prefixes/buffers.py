@@ -1,4 +1,4 @@
-"""The page tables of prefix groups, beside the buffers of an allocator without a window."""
+"""The page tables of prefix groups (sequences that share their first pages), for layers without a window."""
 
 from array import array
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ class SharedPrefixes(NamedTuple):
     shards: int = 1
 
     def buffers(self, allocator: PageAllocator, page_table: Tensor) -> "SharedPrefixBuffers":
-        """Return the buffers of the groups, beside those of an allocator without a window."""
+        """Return the buffers of the groups, for a page allocator without a window."""
         return SharedPrefixBuffers(allocator, page_table, min(self.max_groups, len(page_table)))
 
     def check_replay(self, request: Request) -> None:
         """Accept every step: a captured graph reads the groups from buffers that each step updates."""
 
     def check_whole(self, name: str) -> None:
-        """Accept every method: all tokens are stored here."""
+        """Accept every method, since this process stores all tokens."""
 
 
 class SharedPrefixStep(NamedTuple):
-    """The groups in steps of one shape: one row a group, with the queries of its sequences packed.
+    """The prefix groups in steps of one shape: a row per group, with its sequences' queries packed.
 
-    The last rows may have no queries and no keys. ``own_starts`` is the first token of each sequence after
-    those that its group shares.
+    Unused rows at the end have no queries and no keys. ``own_starts`` is the index of each sequence's first
+    token after the prefix that its group shares.
     """
 
     table: Tensor
@@ -51,7 +51,7 @@ class SharedPrefixStep(NamedTuple):
     own_schedules: Schedules
 
     def routed(self, view: KVView) -> KVView:
-        """Return the view with its route: a view of the shared keys, and one of each sequence's own."""
+        """Return the view with a route that reads shared keys and each sequence's own keys separately."""
         heads = view.layout.heads
         tables = {"table": self.table, "starts": self.starts, "lengths": self.lengths}
         queries = {"cu_seqlens_q": self.cu_seqlens_q, "positions": None}
@@ -62,12 +62,12 @@ class SharedPrefixStep(NamedTuple):
     def appended(
         self, view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None, *, history: int
     ) -> KVView:
-        """Return the view as it is: an append changes no prefix."""
+        """Return the view unchanged, since appending tokens changes no prefix."""
         return view
 
 
 class SharedPrefixBuffers:
-    """The buffers of up to ``max_groups`` groups, beside the page table of an allocator without a window."""
+    """The device buffers of up to ``max_groups`` prefix groups, for a page allocator without a window."""
 
     is_partial = False
 
@@ -84,22 +84,22 @@ class SharedPrefixBuffers:
         self.own_schedules: Schedules = Schedules(rows, limit, 0, device)
         self._allocator, self._page_table = allocator, page_table
         self._shared: list[int] = []  # how many first pages each row of the step shares
-        self._found_for: tuple | None = None  # the query counts for which it was found
+        self._found_for: tuple | None = None  # the query counts for which the groups were found
 
     def add(self, layout: KVLayout) -> None:
-        """Keep schedules for this layout too."""
+        """Also make split schedules for layers of this layout."""
         self.schedules.add(layout)
         self.own_schedules.add(layout)
 
     def local_slots(self, slots: "array[int]") -> "array[int]":
-        """Return the slots as they are: all tokens are stored here."""
+        """Return the slots unchanged, since this process stores all tokens."""
         return slots
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
         """Find the prefix groups of a step.
 
-        Nothing is done if its sequences and query counts are those of the last step, and they still share the
-        same pages.
+        Do nothing if the sequences and query counts are the same as in the last step, and the sequences still
+        share the same pages.
         """
         size, counts = self._allocator.page_size, list(request.tokens.values())
         firsts = [
@@ -135,11 +135,11 @@ class SharedPrefixBuffers:
         self.schedules.update(self.starts.tensor[:groups], self.lengths.tensor[:groups])
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Schedule each sequence's own tokens, up to these ``lengths``."""
+        """Divide each sequence's own tokens, up to its entry of ``lengths``, into splits."""
         self.own_schedules.update(self.own_starts.tensor[: len(lengths)], lengths)
 
     def slices(self, request: Request, *, writing: bool) -> SharedPrefixStep:
-        """Return the slices that steps of this shape use."""
+        """Return the slices of the buffers that a step with the shape of ``request`` uses."""
         rows = len(request.tokens)
         groups = min(len(self.table), rows)
         return SharedPrefixStep(

@@ -1,4 +1,4 @@
-"""Find the neighbours in a step that share their first pages. Plain Python."""
+"""Find neighbouring sequences of a step that share their first pages. Plain Python."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ SHARED_TOKENS = 1024  # shorter prefixes make no group; a guess, not measured on
 
 
 class PrefixGroup(NamedTuple):
-    """A run of ``rows`` neighbours in a step, all of which share their first ``pages`` pages."""
+    """A run of ``rows`` neighbouring sequences in a step that all share their first ``pages`` pages."""
 
     rows: int
     pages: int
@@ -19,10 +19,10 @@ class PrefixGroup(NamedTuple):
 def prefix_groups(
     holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int
 ) -> list[PrefixGroup]:
-    """Divide the sequences of a step into groups of neighbours that share first pages, or share nothing.
+    """Divide the sequences of a step into groups of neighbours that share their first pages, or nothing.
 
-    No window may have dropped pages. Sequence ``i`` shares at most its first ``full_pages[i]`` pages. A group
-    takes in the next sequence as long as that saves no fewer page reads.
+    No window may have dropped pages. Sequence ``i`` shares at most its first ``full_pages[i]`` pages. The
+    next sequence joins a group unless the group would then save fewer page reads.
     """
     found: list[PrefixGroup] = []
     for row, holding in enumerate(holdings):
@@ -44,8 +44,9 @@ def prefix_groups(
 
 
 def common_pages(a: Holding, b: Holding) -> int:
-    """Return how many first pages two sequences share. Copy-on-write replaces last pages only, so that shared
-    pages are always the first ones.
+    """Return how many pages two sequences share, counted from their first pages.
+
+    Copy-on-write replaces only last pages, so shared pages are always the first ones.
     """
     shorter = min(len(a.pages), len(b.pages))
     return bisect_left(range(shorter), True, key=lambda i: a.pages[i] != b.pages[i])

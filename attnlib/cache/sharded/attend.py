@@ -1,4 +1,4 @@
-"""Attention over a cache that is sharded over ranks: each rank attends to its shard, then all merge."""
+"""Attention over a sharded cache: each rank attends to its own tokens, and the results are merged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from .ranks import RankExchange, Ranks, Rehearsal
 
 
 class NewTokens(NamedTuple):
-    """The keys and values of a step's own tokens, with the values that the cache would give back.
+    """The keys and values of the tokens that a step appends, rounded as if read back from the cache.
 
-    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. In a dense step ``starts``
-    counts each sequence's left padding among them, int32 ``[b]``.
+    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. In a dense step ``starts``,
+    int32 ``[b]``, is the number of left-padding tokens among each sequence's new tokens.
     """
 
     k: Tensor
@@ -31,11 +31,11 @@ class NewTokens(NamedTuple):
 
 
 class LocalShard(NamedTuple):
-    """The tokens of a view that this rank attends to.
+    """The tokens of a sharded cache that this rank attends to.
 
-    ``stored`` is a view of its own tokens, None if no sequence has stored any. It includes the step's tokens
-    unless these are ``new``, which every rank has. ``is_single``: every sequence has at most one query, its
-    last token.
+    ``stored`` is a view of the tokens that this rank stores; it is None if no sequence has stored any. The
+    tokens of the present step are part of it, unless every rank gets all of them as ``new``. ``is_single`` is
+    True if every sequence has at most one query, its last token.
     """
 
     stored: KVView | None
@@ -45,9 +45,9 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardedRoute:
-    """The route of a view whose tokens are sharded over ``ranks``; ``shard`` is what this rank has of them.
+    """The way attention reads a cache that is sharded over ``ranks``; this rank's tokens are in ``shard``.
 
-    Without a shard, as in a view that ``replace`` has changed, attention refuses the view.
+    ``shard`` is None after ``dataclasses.replace`` has changed a view; attention then raises an error.
     """
 
     ranks: Ranks
@@ -56,18 +56,18 @@ class ShardedRoute:
     is_partial = True
 
     def after_replace(self) -> "ShardedRoute":
-        """Return a route that refuses, since the shard belongs to the view as it was."""
+        """Return a route without a shard, since the shard belongs to the view before the change."""
         return ShardedRoute(self.ranks)
 
     def with_own_heads(self) -> "ShardedRoute":
-        """Return the route for queries whose heads only this rank has; all read the same KV heads."""
+        """Return the route for calls in which each rank has different query heads for the same KV heads."""
         return replace(self, ranks=self.ranks.with_own_heads())
 
     def attend(self, call: Call, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor]:
         """Attend to this rank's shard with the queries of all ranks, and merge the results of all ranks.
 
-        Every rank has the step's own tokens and attends to them without the others. Sinks are added last, so
-        that they count once.
+        Every rank has the tokens of the present step and attends to them without communication. Sinks are
+        added after the merge, so that they count only once.
 
         Raises:
             NotImplementedError: a query does not see all keys before its own, or a score depends on the key's
@@ -95,7 +95,7 @@ class ShardedRoute:
         return out.to(stored.dtype), lse
 
     def explain(self, call: Call, parts: Sequence[Explanation]) -> Explanation:
-        """Explain the call by the part over this rank's shard, and say how ranks exchange queries."""
+        """Explain the call over this rank's tokens, and say how ranks exchange queries."""
         if call.kv.route.shard.stored is None:
             return parts[0]
         return parts[0]._replace(ranks=f"over {self.ranks.count} ranks, {self._exchange(call)}")
@@ -104,7 +104,7 @@ class ShardedRoute:
         return self.ranks.exchange(call.q, call.kv.layout.value_dim)
 
     def _shard(self, call: Call) -> LocalShard:
-        """Return the shard, for a call that ranks can share."""
+        """Return this rank's tokens, or raise an error if ranks cannot share the call."""
         q, shard = call.q, self.shard
         if not call.sees_all_before:
             raise NotImplementedError(
@@ -133,9 +133,9 @@ class ShardedRoute:
 def new_tokens(
     view: KVView, starts: Tensor | None, k: Tensor, v: Tensor | None, angles: Angles | None
 ) -> NewTokens:
-    """Return a step's own tokens as the cache would give them back; arguments as of ``append``."""
+    """Return the keys and values given to ``append``, rounded as if read back from the cache."""
     layout = view.layout
-    # torch.autocast may have left them in another dtype.
+    # With torch.autocast, keys and values may have another dtype than the cache.
     k, v = k.to(layout.dtype), None if v is None else v.to(layout.dtype)
     if layout.store is not None:
         return NewTokens(*_read_back(view, k, v, angles), starts)
@@ -148,7 +148,7 @@ def new_tokens(
 
 
 def _read_back(view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None) -> tuple[Tensor, Tensor]:
-    """Quantize keys and values as the cache does, on a page of their own, and return what it stores."""
+    """Write keys and values to a temporary page, and return them as the cache would quantize them."""
     layout, shape = view.layout, k.shape[:-1] if view.layout.is_latent else k.shape[:-2]
     tokens = shape.numel()
     planes = {
@@ -168,12 +168,12 @@ def _read_back(view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None)
 
 
 def _over_stored(call: Call, q: Tensor, shard: LocalShard) -> Call:
-    """Return the call of the queries of all ranks over the tokens that this rank has stored."""
+    """Return an attention call with the queries of all ranks, over the tokens that this rank stores."""
     return call._replace(q=q, mask=FULL, score=call.score._replace(sinks=None), kv=shard.stored, lse=True)
 
 
 def _over_new(call: Call, new: NewTokens) -> Call:
-    """Return the call over the step's own tokens."""
+    """Return an attention call over the tokens that the step appends."""
     kv, mask, packing, origin = call.kv, call.mask, None, call.origin
     if kv.cu_seqlens_q is not None:
         packing = Packing(kv.cu_seqlens_q, kv.cu_seqlens_q)
@@ -185,7 +185,7 @@ def _over_new(call: Call, new: NewTokens) -> Call:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add sinks ``[h]`` to the softmax of a result without them."""
+    """Return an attention result after adding sinks ``[h]`` to its softmax."""
     if sinks.shape != out.shape[-2:-1]:
         raise ValueError(f"sinks: expected [h={out.shape[-2]}] like q, got {tuple(sinks.shape)}")
     joint = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])

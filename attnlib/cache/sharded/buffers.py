@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sharding(NamedTuple):
-    """The option of a cache whose layers without a window are sharded over ``ranks``."""
+    """The choice to shard a cache over ``ranks`` by token, in all layers that have no window."""
 
     ranks: Ranks
 
@@ -46,13 +46,13 @@ class Sharding(NamedTuple):
         return self.ranks.count
 
     def buffers(self, allocator: PageAllocator, page_table: Tensor) -> "ShardedBuffers":
-        """Return the buffers of this rank, beside those of an allocator without a window."""
+        """Return the buffers of this rank's tokens, for a page allocator without a window."""
         return ShardedBuffers(self.ranks, allocator, page_table)
 
     def check_replay(self, request: Request) -> None:
-        """Raise RuntimeError for a packed step whose shape does not tell it from one of single tokens.
+        """Raise RuntimeError for a packed step that looks like one of single tokens but is not.
 
-        The graph of such a shape was captured for at most one token of each sequence.
+        A CUDA graph for a step of this shape was captured for at most one token of each sequence.
         """
         if request.packed and not request.is_single and request.shape[0] <= len(request.tokens):
             raise RuntimeError(
@@ -70,11 +70,11 @@ class Sharding(NamedTuple):
 
 
 class ShardedStep(NamedTuple):
-    """This rank's tokens in steps of one shape: row ``i`` is the step's i-th sequence.
+    """The tokens that this rank stores, for steps of one shape; row ``i`` is the step's i-th sequence.
 
-    If no sequence gets more than one token, ``lengths`` include the step's tokens. Otherwise (``is_before``)
-    they end before the step, whose tokens are read separately; of these, ``new_starts`` are left padding in a
-    dense step.
+    If no sequence gets more than one token, ``lengths`` include the step's tokens. Otherwise ``is_before`` is
+    True: the lengths end before the step, and its tokens are read separately. In a dense step, ``new_starts``
+    counts the left-padding tokens among them.
     """
 
     ranks: Ranks
@@ -86,13 +86,13 @@ class ShardedStep(NamedTuple):
     new_starts: Tensor | None
 
     def routed(self, view: KVView) -> KVView:
-        """Return the view with its route. A step whose tokens are read separately gets one on append."""
+        """Return the view with its route. If new tokens are read separately, ``append`` adds the shard."""
         return view.with_route(ShardedRoute(self.ranks, None if self.is_before else self._shard(view)))
 
     def appended(
         self, view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None, *, history: int
     ) -> KVView:
-        """Return the view with the step's own tokens beside those that this rank had stored before."""
+        """Return the view with the step's tokens, beside the tokens that this rank had stored before."""
         if not self.is_before:
             return view
         shard = self._shard(view)._replace(new=new_tokens(view, self.new_starts, k, v, angles))
@@ -107,11 +107,12 @@ class ShardedStep(NamedTuple):
 
 
 class ShardedBuffers:
-    """The lengths and schedules of this rank's tokens, beside the buffers of an allocator without a window.
+    """The lengths and split schedules of this rank's tokens, for a page allocator without a window.
 
-    A step is read in one of two ways, which its shape and the tokens of each sequence decide. Both ways have
-    buffers of their own, because a captured graph of one may be replayed where the cache would choose the
-    other. With several tokens of a sequence that must not happen; :meth:`Sharding.check_replay` refuses it.
+    New tokens are read either with the stored tokens or separately, depending on the step's shape and token
+    counts. Each way has its own buffers, because a captured graph of one may be replayed for a step that
+    would otherwise use the other. :meth:`Sharding.check_replay` rejects such a replay if a sequence gets
+    several tokens.
     """
 
     is_partial = True
@@ -125,10 +126,10 @@ class ShardedBuffers:
         )
         self._schedules, self._before_schedules = (Schedules(rows, limit, 0, device) for _ in range(2))
         self._shown_starts: array | None = None
-        self._is_before = False  # the present step is read beside its own tokens
+        self._is_before = False  # True if the present step's tokens are read separately
 
     def add(self, layout: KVLayout) -> None:
-        """Keep schedules for this layout too."""
+        """Also make split schedules for layers of this layout."""
         self._schedules.add(layout)
         self._before_schedules.add(layout)
 
@@ -138,7 +139,7 @@ class ShardedBuffers:
         return array("q", [x // count if x % count == rank else -1 for x in slots])
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
-        """Show this rank's tokens of the sequences of a step."""
+        """Write to the buffers which tokens of a step's sequences this rank stores."""
         local = self.ranks.local_tokens
         starts = [holding.start for holding in self._allocator.holdings(request.tokens)]
         lengths = [holding.length for holding in request.holdings]
@@ -155,7 +156,7 @@ class ShardedBuffers:
             self._new_starts.show(array("i", [max(0, x - n) for x, n in zip(starts, lengths, strict=True)]))
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Schedule this rank's tokens of the sequences that are shown."""
+        """Divide this rank's tokens of the current sequences into splits."""
         rows = len(lengths)
         starts = self._starts.tensor[:rows]
         self._schedules.update(starts, self._lengths.tensor[:rows])
@@ -163,7 +164,7 @@ class ShardedBuffers:
             self._before_schedules.update(starts, self._before.tensor[:rows])
 
     def slices(self, request: Request, *, writing: bool) -> ShardedStep:
-        """Return the slices that steps of this shape use."""
+        """Return the slices of the buffers that a step with the shape of ``request`` uses."""
         rows, is_single = len(request.tokens), request.is_single
         is_before = writing and not is_single
         return ShardedStep(

@@ -8,20 +8,20 @@ from torch import Tensor
 
 from ...internal.meshes import check_mesh
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class RankExchange(Protocol):
-    """How the ranks of one call exchange queries and partial results. ``str`` names the way, for explain."""
+    """An exchange of queries and partial results between ranks; ``explain`` prints its ``str``."""
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
         """Return the queries ``[..., h, d]`` of all ranks, ordered by KV head, then by rank."""
         ...
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Merge every rank's attention to its own keys, and return this rank's queries of it.
+        """Merge the attention of all ranks to their own keys, and return it for this rank's queries.
 
         ``out`` and ``lse`` are the attention of :meth:`queries` to the keys of this rank: ``[b, s, h, e]``
         and ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``. The merge runs in the dtype of ``lse``, and
@@ -42,9 +42,9 @@ class PeerMemory(Protocol):
 class Ranks:
     """The ``count`` ranks of a one-dimensional ``mesh`` that share a cache; this process is ``rank``.
 
-    Token ``j`` of a sequence lives on rank ``j % count``. With ``have_own_heads`` each rank has query heads
-    of its own, all of which read the same KV heads; without it all ranks have the same queries. ``memory`` is
-    set on GPUs that can write into each other's memory.
+    Token ``j`` of a sequence lives on rank ``j % count``. With ``have_own_heads``, ranks have different query
+    heads, which all read the same KV heads; otherwise all ranks have the same queries. ``memory`` is set if
+    the GPUs can write into each other's memory.
     """
 
     mesh: "DeviceMesh"
@@ -56,16 +56,16 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: "DeviceMesh") -> "Ranks":
-        """Return the ranks of a mesh; raise as :func:`check_mesh`."""
+        """Return the ranks of a mesh; raise the errors of :func:`check_mesh` if it is unsuitable."""
         check_mesh(mesh, "tp")
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def with_own_heads(self) -> "Ranks":
-        """Return the same ranks, where each has query heads of its own."""
+        """Return the same ranks for calls in which each rank has different query heads."""
         return replace(self, have_own_heads=True)
 
     def local_tokens(self, tokens: int) -> int:
-        """Return how many of a sequence's first ``tokens`` tokens this rank stores.
+        """Return how many of the first ``tokens`` tokens of a sequence this rank stores.
 
         >>> [Ranks(None, None, rank=1, count=2).local_tokens(n) for n in range(5)]
         [0, 0, 1, 1, 2]
@@ -85,7 +85,7 @@ class Ranks:
 
 
 class Collectives(NamedTuple):
-    """A :class:`RankExchange` by collectives of torch.distributed, on any device."""
+    """A :class:`RankExchange` that uses torch.distributed collectives and runs on any device."""
 
     group: "ProcessGroup"
     count: int
@@ -120,7 +120,7 @@ class Collectives(NamedTuple):
         import torch.distributed as dist
 
         out = x.new_empty(self.count, *x.shape)
-        # torch 2.13 renamed it.
+        # torch 2.13 renamed this function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(out.flatten(0, 1), x, group=self.group)
         return out
@@ -141,10 +141,10 @@ class Rehearsal(NamedTuple):
     have_own_heads: bool
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """Repeat the queries once for each rank that has some of its own."""
+        """Repeat this rank's queries in place of other ranks' queries, if ranks have different heads."""
         return q.repeat_interleave(self.count if self.have_own_heads else 1, -2)
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return as many of the heads as this rank has."""
+        """Return a slice with as many heads as this rank has, instead of a merged result."""
         heads = out.shape[-2] // (self.count if self.have_own_heads else 1)
         return out[..., :heads, :].to(dtype), lse[..., :heads, :]
