@@ -35,9 +35,9 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     Let f be the number of old rotary channels for each new one. New pair i rotates like pair ``f * i`` of the
     old rope, see :func:`narrowed`. Each run of f old pairs, over all g heads, keeps one rotated component;
     the rest is no longer rotated (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). The component is
-    a linear combination of the run's ``f * g`` complex numbers, chosen for the least mean square error of keys
-    over distances up to ``reach``. For f = 1 it is the first principal component. For f > 1, pairs that drift
-    out of phase with the run's first pair within reach count less.
+    a linear combination of the run's ``f * g`` complex numbers, chosen for the least mean square error of
+    keys over distances up to ``reach``. For f = 1 it is the first principal component. For f > 1, pairs that
+    drift out of phase with the run's first pair within reach count less.
 
     The second result is the mean square error of the rotated keys over these distances, relative to their
     mean square. At distance 0 there is no error. After :func:`even_queries`, keys are weighted by their

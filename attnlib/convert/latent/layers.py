@@ -170,7 +170,7 @@ def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, 
 
 
 def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a latent layer's state dict like :func:`join`, but without rounding the weights of ``latent``."""
+    """Return a latent layer's state dict like :func:`join`, but do not round the weights of ``latent``."""
     dtype = state["q_proj.weight"].dtype
     q, down = (
         torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1),
