@@ -56,7 +56,10 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
 def merge_heads(
     heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None
 ) -> Merged:
-    """Merge runs of neighbouring heads into ``num_kv_heads`` KV heads, and fold the maps into q and o."""
+    """Merge runs of neighbouring heads into ``num_kv_heads`` KV heads, by the method in ``recipe``.
+
+    Principal merges also fold their linear maps into q and o.
+    """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)
     if recipe.merge == "principal":
