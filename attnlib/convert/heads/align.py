@@ -38,7 +38,7 @@ def rotate_keys(heads: Heads, phases: Tensor, rotations: Tensor) -> Heads:
     rotates, in either rope layout. The orthogonal ``rotations`` ``[g, n, n]`` rotate the other channels.
 
     Raises:
-        ValueError: the weights of q_norm or k_norm do not commute with such a rotation.
+        ValueError: the weights of q_norm or k_norm do not commute with rotations of keys.
     """
     check_norm_weights(heads)
 
@@ -92,7 +92,7 @@ def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> H
     (generalised Procrustes; Gower, 1975).
 
     Raises:
-        ValueError: an unknown ``what``, or norm weights that :func:`check_norm_weights` refuses.
+        ValueError: ``what`` is unknown, or :func:`check_norm_weights` raises it for the norm weights.
     """
     check_align(what)
     if what == "none":
@@ -164,7 +164,7 @@ def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
     permits, averaged over keys and values. The diagonal is 1.
 
     Raises:
-        ValueError: an unknown ``what``.
+        ValueError: ``what`` is unknown.
     """
     check_align(what)
     values = _cosines([heads.v[:, None]], calibration, rotated=what != "none")

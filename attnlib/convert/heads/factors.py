@@ -24,19 +24,19 @@ class Factors:
     maps: Tensor
 
     def expanded(self, shared: Tensor) -> Tensor:
-        """Restore the old heads: apply the maps to shared heads, and return ``[g, c, n, m + 1]``."""
+        """Apply the maps to shared heads, to restore the old heads ``[g, c, n, m + 1]``."""
         return self.maps @ shared.repeat_interleave(len(self.maps) // len(shared), 0)
 
     def absorbed(self, rows: Tensor) -> Tensor:
-        """Fold the maps into the q or o rows ``[h, c, n, m]`` that read old heads, to read shared heads."""
+        """Fold the maps into q or o rows ``[h, c, n, m]``, so that these read shared heads directly."""
         return self.maps.repeat_interleave(len(rows) // len(self.maps), 0).mH @ rows
 
 
 def factorise(part: Part, groups: int, calibration: Calibration) -> Factors:
-    """Return the shared head and maps with the least error for each run of neighbouring heads.
+    """Find the shared head and the linear maps with the least error for each group of heads.
 
-    There are ``groups`` runs. A shared head holds the first principal components of its run; the error is the
-    sum of the remaining eigenvalues.
+    The ``groups`` groups are runs of neighbouring heads. A shared head holds the first principal components
+    of its group; the error is the sum of the remaining eigenvalues.
     """
     size = len(part.rows) // groups
     roots, inverses = roots_of(part.weights)
@@ -70,7 +70,7 @@ def roots_of(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram(rows: Tensor, calibration: Calibration) -> Tensor:
-    """Return ``E (W y) (W y)^H`` for rows W ``[..., n, m + 1]``, plus a small multiple of ``W W^H``."""
+    """Return the second moment of the outputs ``W y`` of ``rows`` W, plus a small multiple of ``W W^H``."""
     moment = calibration.moment.to(rows.dtype)
     ridge = RIDGE * moment.diagonal().real.mean()
     return (rows @ moment) @ rows.mH + ridge * (rows @ rows.mH)
@@ -106,7 +106,7 @@ def _exact_if_equal(factors: Factors, part: Part) -> Factors:
 
 
 def _energy_scale(shared: Tensor, rows: Tensor, calibration: Calibration) -> Tensor:
-    """Return factors ``[r, c, 1, 1]`` that scale shared heads to the mean square of the old heads."""
+    """Return factors ``[r, c, 1, 1]`` that scale shared heads to the mean square of their old heads."""
     wanted = calibration.energy(rows).mean(1)
     got = calibration.energy(shared)
     known = (wanted > 0) & (got > 0)

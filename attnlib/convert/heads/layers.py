@@ -96,7 +96,7 @@ def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
 
 
 def check_grouped(layer: nn.Module) -> None:
-    """Raise unless ``layer`` is a grouped-query layer with plain projections and supported options.
+    """Raise an error unless ``layer`` is a grouped-query layer with plain projections and known options.
 
     Raises:
         TypeError: the layer or one of its projections has another type.
@@ -130,7 +130,7 @@ def check_grouped(layer: nn.Module) -> None:
 
 
 def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
-    """Return a projection that learns to merge heads ``[g, d, m + 1]``, and starts as their mean."""
+    """Return a projection that learns how to merge heads, and starts with the mean of each group."""
     groups = merged.out_features // rows.shape[1]
     rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()

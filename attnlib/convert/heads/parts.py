@@ -67,7 +67,8 @@ def keys_of(heads: Heads, calibration: Calibration) -> tuple[Part, Part]:
     """Return the keys of heads as two parts, rope pairs and the rest, weighted by :func:`query_metric`."""
     pairs, free = key_parts(heads, heads.k)
     metric, rotated = query_metric(heads, calibration), heads.rotated
-    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])  # mean square queries of both channels
+    # The mean squares of queries in both channels of a pair.
+    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])
     sizes = (both.real + both.imag)[..., None].to(pairs.dtype)
     return Part(pairs, sizes), Part(free, metric[:, None, rotated:, rotated:])
 

@@ -32,9 +32,9 @@ class Merged:
 
 
 def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reach: int, keys: bool) -> Merged:
-    """Merge runs of neighbouring heads into ``groups`` KV heads, and fold the maps into q and o.
+    """Merge runs of neighbouring heads into ``groups`` KV heads, and fold the linear maps into q and o.
 
-    If ``keys`` is False, only values are merged; another merge handles the keys.
+    If ``keys`` is False, only values are merged, and the caller merges the keys by another method.
     """
     values = factorise(values_of(heads), groups, calibration)
     o = values.absorbed(heads.o.permute(1, 2, 0)[:, None])[:, 0].permute(2, 0, 1)

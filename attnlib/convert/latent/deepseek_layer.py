@@ -171,7 +171,7 @@ def to_deepseek(
 def _queries(
     cost: QueryCost, target: Target, dtype: torch.dtype
 ) -> tuple[QueryProjection, Constant, dict[str, float]]:
-    """Return the low-rank queries, the constant channel that they pass the norm with, and their error.
+    """Return the low-rank queries, the constant channel beside them, and the error they cause in scores.
 
     If the target has no ``q_rank``, the queries keep their full rank and no error is reported.
     """
@@ -186,7 +186,7 @@ def _queries(
 
 
 def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_dim: int, width: int) -> None:
-    """Raise if a layer with this rope and these sizes cannot be converted to ``target``.
+    """Raise an error if a layer with the given rope and sizes cannot be converted to ``target``.
 
     Raises: as :func:`gqa_to_deepseek`.
     """

@@ -14,7 +14,9 @@ from ..weights import Heads, rows_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latent:
-    """The weights of a latent layer for each head, in fp64; the last column of a matrix is its bias.
+    """The weights of a latent layer, split by heads, in fp64.
+
+    The inputs have m channels; if a matrix has m + 1 columns, the last one is its bias.
 
     - ``q`` ``[h, d, m + 1]``: the old queries.
     - ``to_nope`` ``[h, n, d]``: map from q to the query channels that are not rotated.
@@ -48,7 +50,7 @@ class Latent:
 
 
 def embed(heads: Heads) -> Latent:
-    """Return a latent layer that computes exactly the same as a grouped-query layer with these heads.
+    """Convert the heads of a grouped-query layer to a latent layer that computes exactly the same.
 
     With g KV heads of d channels, p of which rope rotates, it has rank ``g * (2 * d - p)`` and ``g * p``
     rotary channels. If rope rotates all channels, the latent holds only the values and its rank is ``g * d``;
@@ -142,7 +144,7 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
 
 
 def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
-    """Call :func:`assemble` if every run is a single pair: ``bases`` is ``[c, a, g]``."""
+    """Call :func:`assemble` for runs of a single channel pair: ``bases`` is ``[c, a, g]``."""
     pairs = tuple(kept.nonzero()[:, 0].tolist())
     return assemble(heads, bases[:, :, None], kept, select(heads.rope, pairs) if pairs else None)
 

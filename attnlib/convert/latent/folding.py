@@ -30,7 +30,9 @@ def even_queries(heads: Heads, calibration: Calibration) -> Heads:
 
 
 def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """Return a latent layer with an ordinary rope of ``rope_dim`` channels, and the error this causes.
+    """Return a latent layer whose rotary channels have an ordinary rope, and the error that this causes.
+
+    The layer has ``rope_dim`` rotary channels.
 
     Let f be the number of old rotary channels for each new one. New pair i rotates like pair ``f * i`` of the
     old rope, see :func:`narrowed`. Each run of f old pairs, over all g heads, keeps one rotated component;

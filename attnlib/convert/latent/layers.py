@@ -198,7 +198,7 @@ def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_latent(layer: nn.Module) -> None:
-    """Raise unless ``layer`` is a grouped-query layer without softcap and ALiBi.
+    """Raise an error unless ``layer`` is a grouped-query layer without softcap and ALiBi.
 
     :func:`check_latent_heads` checks for norms and sinks.
 

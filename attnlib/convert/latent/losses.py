@@ -17,7 +17,7 @@ MEASURED = ("key_error", "value_error", "norm_error")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Losses:
-    """Measures the loss of latents of lower rank that approximate the untruncated latent ``whole``.
+    """Measures the errors of truncated latents compared with the untruncated latent ``whole``.
 
     ``cost`` weights errors of keys and values. Everything is in the coordinates of the untruncated latent, so
     ``whole.down`` is the identity. ``seen`` holds the moment and a sample of untruncated latents. ``ones``
@@ -41,13 +41,13 @@ class Losses:
         return cls(inner, cost, seen.through(whole.down), constant, ones)
 
     def beside(self, cut: Latent) -> Constant:
-        """Return the constant channel, scaled so that the norm changes the latents of ``cut`` least."""
+        """Scale the constant channel beside the truncated latent so that the norm changes latents least."""
         if self.ones is None or self.constant.is_bias:
             return self.constant
         return self.constant.steadied(self.seen.inputs @ cut.down.T, self.ones, self.seen.weights)
 
     def of(self, cut: Latent, constant: Constant) -> dict[str, float]:
-        """Return ``key_error``, ``value_error`` and ``norm_error``.
+        """Return ``key_error``, ``value_error`` and ``norm_error`` of a truncated latent.
 
         All three are NaN if the constant channel is not a bias and there is no sample of inputs.
         """

@@ -60,10 +60,10 @@ class Constant:
         return self.level * self.size / self.width**0.5 / self.norm_weight
 
     def factors(self, latents: Tensor, ones: Tensor) -> Tensor:
-        """Return the factor ``[n]`` by which the norm changes each latent ``[n, r]``; 1 means no change.
+        """Return the factors ``[n]`` by which the norm changes n latents; 1 means no change.
 
-        The weights that follow the norm undo its typical factor, which is not included. ``ones`` ``[n]`` are
-        the values of c for the same tokens.
+        The norm's typical factor is not included, because the weights that follow the norm undo it. ``ones``
+        ``[n]`` are the values of c for the same tokens.
         """
         others = (latents.square().sum(-1) + self.width * NORM_EPS) / self.size**2
         return self.level * (ones.square() + others).rsqrt()
@@ -97,7 +97,7 @@ def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the row w ``[m + 1]`` without bias for which ``w x`` is closest to 1 over the inputs x.
+    """Return the linear function of the inputs that is closest to 1: a row w ``[m + 1]`` without bias.
 
     It minimises ``E (w x - 1)^2 + eps^2 * sum w_i^2 E x_i^2``; the second term is the error of rounding w to
     ``dtype``.
@@ -122,7 +122,7 @@ INSTEAD = 'use norm="exact"'
 
 
 def check_text(norm: Norm, *, calibrated: bool) -> None:
-    """Raise if the norm needs calibration text and there is none.
+    """Raise an error if the norm needs calibration text and there is none.
 
     Raises:
         ValueError: ``norm="calibrated"`` without a text.
@@ -132,7 +132,7 @@ def check_text(norm: Norm, *, calibrated: bool) -> None:
 
 
 def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
-    """Raise if ``state`` has nonzero biases that this norm does not support.
+    """Raise an error if the layer has nonzero biases and the norm does not support biases.
 
     Raises:
         NotImplementedError: biases with ``norm="calibrated"``.

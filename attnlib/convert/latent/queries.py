@@ -30,7 +30,7 @@ class QueryProjection:
     down: Tensor
 
     def of_inputs(self) -> Tensor:
-        """Return the product of both maps: one projection ``[h, d, m + 1]``, with the bias as last column."""
+        """Multiply both maps into one projection ``[h, d, m + 1]``, whose last column is the bias."""
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
     def scaled(self, calibration: Calibration) -> "QueryProjection":
@@ -67,7 +67,7 @@ class QueryCost:
         return cls(heads, gains[:, None] * keys * gains, calibration)
 
     def beside(self, queries: QueryProjection, constant: Constant) -> Constant:
-        """Return the constant channel, scaled so that the norm changes these query channels least."""
+        """Scale the constant channel beside low-rank queries so that the norm changes them least."""
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
@@ -76,7 +76,7 @@ class QueryCost:
         )
 
     def missed(self, queries: QueryProjection, constant: Constant | None = None) -> float:
-        """Return the root mean square error that these queries cause in scores, relative to the scores.
+        """Return the root mean square error that low-rank queries cause in scores, relative to the scores.
 
         With a ``constant`` channel that is not a bias, the norm multiplies the channels of each token by a
         different factor. The error is then measured on a sample of inputs, and is NaN without a sample.
@@ -135,7 +135,7 @@ def whole_queries(heads: Heads) -> QueryProjection:
 
 
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:
-    """Raise if ``q_rank`` is less than 1, or more than queries computed from ``width`` inputs can use.
+    """Raise an error if ``q_rank`` is less than 1 or exceeds the rank of the full query projection.
 
     Both limits rise by ``reserved``, the number of channels with another purpose, such as a constant.
 
