@@ -106,7 +106,7 @@ def rotates_alike(config: Mapping[str, object]) -> bool:
 
 
 def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
-    """Split a layer's weights, of any dtype and under attnlib's names, into heads.
+    """Split the weights of a checkpoint's layer into heads; they have attnlib's names and any dtype.
 
     Raises:
         CheckpointError: the weights do not split into heads, or are not finite.
@@ -120,7 +120,7 @@ def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:
-    """Return the errors named in ERRORS.
+    """Return the errors of converting one layer, under the names in ERRORS.
 
     The merge errors compare the ``stored`` heads, after rounding, with the ``arranged`` heads before the
     merge. The rounding errors compare ``stored`` with the ``merged`` heads.

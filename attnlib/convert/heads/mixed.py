@@ -37,7 +37,7 @@ class MixedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def folded(self) -> dict[str, Tensor]:
-        """Return the equivalent linear layer's ``weight``, and ``bias`` if it has one, detached."""
+        """Return the detached ``weight``, and ``bias`` if there is one, of the equivalent linear layer."""
         mix, heads = self.mix.detach().double(), self.heads.detach().double()
         weights = {"weight": torch.einsum("gf,gfdm->gdm", mix, heads).flatten(0, 1)}
         if self.head_bias is not None:

@@ -54,7 +54,7 @@ def share_keys(heads: Heads, groups: int, calibration: Calibration, reach: int) 
 
 
 def commuting_maps(heads: Heads, groups: int, calibration: Calibration) -> Tensor:
-    """Return the best maps ``[g, d, d]`` that commute with every rope rotation."""
+    """Return the maps ``[g, d, d]`` with the least error among those that commute with every rotation."""
     channels = torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device).expand(groups, -1, -1)
     parts = zip(keys_of(heads, calibration), key_parts(heads, channels), strict=True)
     pairs, free = (factorise(part, groups, calibration).expanded(rows) for part, rows in parts)
@@ -63,7 +63,7 @@ def commuting_maps(heads: Heads, groups: int, calibration: Calibration) -> Tenso
 
 
 def _best_mix(maps: Tensor, metric: Tensor, distances: Distances) -> Tensor:
-    """Return the matrices ``[r, f, d, d]`` that combine old keys into the best shared keys for ``maps``."""
+    """Return matrices ``[r, f, d, d]`` whose products with the old keys add up to the best shared keys."""
     asked = maps.mT @ metric
     return _solved(distances.rotated_back((asked @ maps).sum(1))[:, None], distances.rotated_back(asked))
 

@@ -39,12 +39,15 @@ class Attended:
         return cls(torch.eye(width, dtype=torch.float64, device=device), None, None)
 
     def through(self, rows: Tensor) -> "Attended":
-        """Return the moment and sample of ``rows @ y``, a linear map of the inputs."""
+        """Apply a linear map to the inputs: return the moment and sample of ``rows @ y``."""
         inputs = None if self.inputs is None else self.inputs @ rows.T
         return Attended(rows @ self.moment @ rows.T, inputs, self.weights)
 
     def costs(self, metric: Tensor, rows: Tensor) -> Tensor:
-        """Return the mean cost ``e^T M_i e`` of errors ``e = rows_i y`` of heads i, summed over the heads."""
+        """Return the mean cost of errors in heads, summed over the heads.
+
+        Head i has the error ``e = rows[i] @ y`` and the cost ``e^T metric[i] e``.
+        """
         return torch.einsum("gij,gji->", metric, rows @ self.moment @ rows.mT)
 
 

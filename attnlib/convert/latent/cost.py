@@ -65,7 +65,7 @@ class Cost:
         )
 
     def parts(self, whole: Latent, cut: Latent) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return one tuple for keys and one for values, to compare the latent ``cut`` with ``whole``.
+        """Return a tuple for keys and one for values, to compare a truncated latent with the untruncated one.
 
         A tuple holds the metric, the cost of dropping all keys or values, and the up projections of both
         latents. Query heads of a group have equal up projections, so only the first head's are returned.
@@ -77,7 +77,7 @@ class Cost:
         ]
 
     def shares(self, whole: Latent, cut: Latent, seen: Attended) -> list[float]:
-        """Return the cost of replacing ``whole`` by ``cut``, for keys and for values.
+        """Return the cost of replacing the latent ``whole`` by ``cut``, for keys and for values.
 
         Each result is a fraction of the cost of dropping all keys or all values.
         """

@@ -54,7 +54,9 @@ def converter(
     q_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Return a converter to DeepSeek-V3 for layers of a Llama, Mistral or Qwen2 with this config.json.
+    """Return a layer converter to DeepSeek-V3 for a Llama, Mistral or Qwen2 model.
+
+    ``config`` is the model's config.json.
 
     ``calibrations`` maps a layer index to its calibration; None means :meth:`Calibration.white`, which uses
     only the weights. Computation runs on ``device``, and results are returned on the CPU. The other arguments
@@ -99,7 +101,7 @@ def converter(
 
 
 def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Heads:
-    """Return the layer's heads, or raise CheckpointError for weights that cannot be converted."""
+    """Split a layer's weights into heads; raise CheckpointError if they cannot be converted."""
     if small := sorted(name for name, value in weights.items() if value.dtype not in DTYPES):
         dtype = weights[small[0]].dtype
         raise CheckpointError(
@@ -136,7 +138,7 @@ def _check(config: Mapping[str, object]) -> None:
             f"got {kind!r}{_instead(kind)}"
         )
     windowed = {
-        # transformers uses 4096 if config.json has no sliding_window.
+        # transformers uses a window of 4096 if config.json has no sliding_window.
         "mistral": config.get("sliding_window", 4096) is not None,
         "qwen2": bool(config.get("use_sliding_window")),
     }

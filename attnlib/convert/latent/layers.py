@@ -41,7 +41,7 @@ def gqa_to_mla(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> MultiHeadLatentAttention:
-    """Return a new latent layer made from a grouped-query layer, which does not change.
+    """Convert a grouped-query layer to a new latent layer; the old layer does not change.
 
     The cache stores ``rank + rope_dim`` values per token instead of ``2 * g * d`` (g KV heads of d channels).
     ``rope_dim=None`` keeps all ``g * layer.rope.dim`` rotary channels, and ``rank=None`` does not truncate
@@ -145,7 +145,7 @@ def whole_latent(
 
 
 def identity_eps(dtype: torch.dtype) -> float:
-    """Return an eps so large that kv_a_layernorm, with ``sqrt(eps)`` as its weight, changes nothing.
+    """Return an eps so large that the latent's norm, with ``sqrt(eps)`` as its weight, changes nothing.
 
     Beside eps, the latent's mean square vanishes in rounding. The root is a power of two that the dtype can
     represent. In fp16 this is ``2 ** 15``, which is enough for latents below ``2 ** 7``. A converted layer of
@@ -210,7 +210,7 @@ def check_latent(layer: nn.Module) -> None:
 
 
 def check_latent_heads(heads: Heads) -> None:
-    """Raise NotImplementedError for norms of q and k, and for sinks.
+    """Raise NotImplementedError if the old layer has norms of q and k, or sinks.
 
     A norm divides the key of each token by a different number, which no linear map of a latent can do.
     Dividing all keys by one typical size instead loses more than truncating the latent to a fifth of its
@@ -238,7 +238,7 @@ def latent_layer(
     norm_eps: float,
     scale: float | None,
 ) -> MultiHeadLatentAttention:
-    """Return a latent layer with the weights in ``state``, which imply its sizes, and ``layer``'s options."""
+    """Return a latent layer with the weights and sizes of ``state`` and the options of ``layer``."""
     weight, rank = layer.q_proj.weight, len(state["kv_a_layernorm.weight"])
     new = MultiHeadLatentAttention(
         layer.hidden_size,

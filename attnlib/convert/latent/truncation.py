@@ -48,7 +48,7 @@ class Spectrum:
         return cls(root, vectors.flip(-1), lost)
 
     def cut(self, latent: Latent, rank: int) -> Latent:
-        """Truncate ``latent``, whose spectrum this is, to its ``rank`` most important directions."""
+        """Truncate the latent that was decomposed to its ``rank`` most important directions."""
         basis = self.basis[:, :rank]
         up = torch.linalg.solve_triangular(self.root, basis, upper=True)
         return replace(
