@@ -1,9 +1,10 @@
 """Convert trained attention: MHA to GQA, GQA to fewer KV heads, GQA to MLA.
 
 ``mha_to_gqa``, ``gqa_to_mla`` and ``gqa_to_deepseek`` convert a layer into a new layer. They are thin
-wrappers: ``weights.split`` turns a state dict into heads, ``heads`` or ``latent`` converts these, and a
-``join`` function returns a state dict. ``python -m attnlib convert`` converts whole checkpoints: it calls
-``checkpoint.convert`` with a layer converter from ``heads.converter``, ``latent.deepseek`` or ``own``.
+wrappers: ``weights.split`` turns a state dict into heads, a function in ``heads`` or ``latent`` converts the
+heads, and a ``join`` function returns a state dict. ``python -m attnlib convert`` converts whole checkpoints:
+it calls ``checkpoint.convert`` with a layer converter from ``heads.converter``, ``latent.deepseek`` or
+``own``.
 """
 
 from .calibration import Calibration, calibrate

@@ -23,9 +23,9 @@ def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
 
 
 def steps(title: str | None, total: int, unit: str) -> Callable[[], None]:
-    """Return a function to call after each step: the first call opens the bar, the last closes it.
+    """Return a function to call after each step of a phase, to advance a progress bar.
 
-    A phase without steps shows no bar.
+    The first call shows the bar and the last one closes it. A phase without steps shows no bar.
     """
     shown: list[tqdm] = []
 

@@ -1,4 +1,4 @@
-"""Calibration: second moments of a layer's inputs over sample text, collected one layer at a time."""
+"""Calibration: measure second moments of each layer's inputs on sample text, one layer at a time."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,21 +16,21 @@ from ..internal.signatures import kind
 Batch = Tensor | tuple[Tensor, Mapping[str, object]]
 Block = Callable[..., Tensor]
 
-STRIP = 512  # rows of the moment matrix that one worker sums at a time
-# Inputs retained to measure errors on. For a layer 4,096 wide, in fp32, they take half as much memory as the
-# moment matrix.
+STRIP = 512  # number of rows of the moment matrix that one worker sums at a time
+# At most this many inputs are retained to measure errors on. For a layer of width 4,096 in fp32, they take
+# half as much memory as the moment matrix.
 SAMPLE = 4096
 
 
 @kind
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, ``y = [x, 1]``: fp64 ``[m + 1, m + 1]``.
+    """Statistics of the inputs x of one layer over ``tokens`` tokens: second moments, and a sample.
 
-    Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases.
-    So this matrix C gives all their second moments: the moment of ``W y`` is ``W C W^T``. Errors that do not
-    follow from second moments are measured on ``sample`` ``[n, m]``, a subset of the inputs x in token order;
-    None if no inputs were retained.
+    ``moment`` ``[m + 1, m + 1]``, in fp64, is the mean C of ``y y^T`` with ``y = [x, 1]``. Queries, keys and
+    values (before norms and rope) are linear in y, whose last entry multiplies their biases. Therefore C
+    gives all their second moments: the moment of ``W y`` is ``W C W^T``. Other errors are measured on
+    ``sample`` ``[n, m]``, a subset of the inputs in token order, or None if no inputs were retained.
 
     Raises:
         TypeError: ``moment`` is not fp64.
@@ -58,16 +58,16 @@ class Calibration:
     def white(cls, hidden_size: int, device: torch.device | str | None = None) -> "Calibration":
         """Return a calibration without text: uncorrelated inputs of variance 1.
 
-        Moments of activations are then products of weights.
+        Second moments of queries, keys and values are then products of their weights.
         """
         return cls(0, torch.eye(hidden_size + 1, dtype=torch.float64, device=device))
 
     @classmethod
     def of(cls, batches: Iterable[Tensor]) -> "Calibration":
-        """Return the calibration over batches of inputs ``[..., m]`` of one layer; leave padding out.
+        """Return the calibration of one layer from batches of its inputs ``[..., m]``, without padding.
 
-        Every token counts. The sample holds all tokens up to 4,096, and about 2,000 to 4,096 of a longer
-        input. The choice does not depend on how the tokens are batched.
+        Every token counts, so remove padding first. The sample holds all tokens if there are at most 4,096,
+        and otherwise about 2,000 to 4,096 of them. It does not depend on how the tokens are batched.
 
         Raises:
             ValueError: there is no token, the widths differ, or an input is NaN or infinite.
@@ -86,31 +86,31 @@ class Calibration:
         return replace(self, moment=self.moment.to(device), sample=sample)
 
     def energy(self, rows: Tensor) -> Tensor:
-        """Return the mean square ``E |W y|^2`` of each ``W`` in ``[..., d, m + 1]``: real ``[...]``.
+        """Return the mean square ``E |W y|^2`` of the outputs of each projection ``W`` in ``rows``.
 
-        ``W`` may be complex.
+        ``rows`` is ``[..., d, m + 1]``, real or complex. The result is real ``[...]``.
         """
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
 
     def inputs(self) -> Tensor | None:
-        """Return the sample as inputs y ``[n, m + 1]`` in fp64; None if there is no sample."""
+        """Return the sample ``[n, m + 1]`` in fp64, with a last column of ones; None without a sample."""
         return None if self.sample is None else pad(self.sample.to(self.moment), (0, 1), value=1.0)
 
 
 @kind
 def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:
-    """Yield the calibration of each layer while hidden states ``[..., m]`` move through a model's blocks.
+    """Run batches of hidden states ``[..., m]`` through a model's blocks; yield each layer's calibration.
 
     ``blocks`` yields pairs: a block, which maps a batch to the input of the next block, and the attention
     layer inside it, whose inputs are observed. A batch is a tensor, or a pair of a tensor and keyword
     arguments for every block, such as the ``cu_seqlens`` of a packed batch. ``blocks`` is read lazily, and
     only one block and one moment matrix are needed at a time, so blocks can be loaded, converted and released
-    one by one. Blocks run without gradients and in their current mode, so switch dropout off first. Each
-    block runs before its calibration is yielded: converting it afterwards does not change what later blocks
-    see.
+    one by one. Blocks run without gradients and in their current mode, so disable dropout first. Each block
+    runs before its calibration is yielded, so converting it afterwards does not change the inputs of later
+    blocks.
 
     Raises:
-        ValueError: a block never calls its layer, or :meth:`Calibration.of` refuses the inputs.
+        ValueError: a block never calls its layer, or :meth:`Calibration.of` raises it for the inputs.
 
     >>> layers = [GroupedQueryAttention(16, 4, mask=CAUSAL) for _ in range(2)]
     >>> packed = torch.randn(9, 16), {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
@@ -124,7 +124,7 @@ def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch
 
 
 class Workers(NamedTuple):
-    """A parallel map: ``map`` runs a function on ``count`` items at once, with results in input order."""
+    """A parallel map: ``map`` runs a function on ``count`` items at once and returns results in order."""
 
     count: int
     map: Callable[..., Iterable]
@@ -141,15 +141,17 @@ def observe(
     workers: Workers = ALONE,
     advance: Callable[[], object] = lambda: None,
 ) -> Calibration:
-    """Calibrate one layer and replace each of the ``batches`` by the block's output for the next block.
+    """Run all ``batches`` through one block, and return the calibration of its attention layer.
 
-    ``advance`` is called after each batch. The result has the same bits for any number of workers.
+    Each entry of ``batches`` is replaced by the block's output, as the input of the next block. ``advance``
+    is called after each batch. The result is bit-identical for any number of workers.
     """
     moments, seen = _Moments(), threading.local()
     hook = layer.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0]))
     try:
         for start in range(0, len(batches), workers.count):
-            some = slice(start, start + workers.count)  # only these are in memory as input and output at once
+            # At most this many batches have both their input and their output in memory.
+            some = slice(start, start + workers.count)
             for n, (inputs, batch) in enumerate(
                 workers.map(partial(_run_block, block, seen), batches[some]), start
             ):
@@ -163,9 +165,9 @@ def observe(
 
 
 def _run_block(block: Block, seen: threading.local, batch: Batch) -> tuple[list[Tensor], Batch]:
-    """Return the inputs that the block's layer saw for a batch, and the batch after the block.
+    """Run one batch through a block; return the inputs of its attention layer, and the new batch.
 
-    The layer's hook records the inputs in ``seen``, which is local to the thread.
+    A hook on the layer records its inputs in ``seen``, which is local to the thread.
     """
     x, arguments = batch if isinstance(batch, tuple) else (batch, {})
     seen.inputs = []
@@ -175,10 +177,10 @@ def _run_block(block: Block, seen: threading.local, batch: Batch) -> tuple[list[
 
 
 def fitting(calibration: Calibration | None, hidden_size: int, device: torch.device) -> Calibration:
-    """Return the calibration on ``device``; a white one for None.
+    """Move a calibration to ``device``; None becomes :meth:`Calibration.white`.
 
     Raises:
-        ValueError: the calibration has inputs of another width.
+        ValueError: the calibration was measured on inputs whose width is not ``hidden_size``.
     """
     if calibration is None:
         return Calibration.white(hidden_size, device)
@@ -192,7 +194,7 @@ class _Moments:
     """The running sum of ``y y^T`` in fp64, and a sample of the inputs x."""
 
     def __init__(self):
-        # total is symmetric, so only its upper half is summed.
+        # The total is symmetric, so only its upper half is computed.
         self.tokens, self.total, self.sample = 0, None, _Sample()
 
     def add(self, x: Tensor, workers: Workers = ALONE) -> None:
@@ -210,7 +212,7 @@ class _Moments:
         def add_rows(start: int) -> None:
             self.total[start : start + STRIP, start:].addmm_(y[:, start : start + STRIP].T, y[:, start:])
 
-        list(workers.map(add_rows, range(0, len(self.total), STRIP)))  # waits for all of them
+        list(workers.map(add_rows, range(0, len(self.total), STRIP)))  # list() waits for all workers
 
     def mean(self) -> Calibration:
         if not self.tokens:
@@ -220,16 +222,17 @@ class _Moments:
 
 
 class _Sample:
-    """A random sample of at most SAMPLE rows: those whose random number is below a share.
+    """A random sample of at most SAMPLE rows from a stream of unknown length.
 
-    The share is halved whenever the sample is full. A row's number depends only on the row's position in the
-    text, so batching does not change the sample. First tokens, which models treat differently, are sampled as
-    often as they occur, whatever the window length.
+    Each row gets a random number and is retained if this is below a threshold, which is halved whenever there
+    are too many rows. The number depends only on the row's position in the text, so batching does not change
+    the sample. First tokens, which models treat differently, are sampled as often as they occur, whatever the
+    window length.
     """
 
     def __init__(self):
         self._seen, self._share = 0, 1.0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # random numbers and rows of each batch
+        self._parts: list[tuple[Tensor, Tensor]] = []  # the retained random numbers and rows of each batch
 
     def add(self, x: Tensor) -> None:
         places = torch.arange(self._seen, self._seen + len(x), device=x.device)

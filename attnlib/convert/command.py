@@ -1,4 +1,4 @@
-"""The command ``python -m attnlib convert``: its options and what it runs."""
+"""The command ``python -m attnlib convert``: parse its options, convert, and print a summary."""
 
 import argparse
 import math
@@ -29,7 +29,7 @@ from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
-# Rope scalings of latent models that other loaders read wrongly; docs/conversion.md lists the loaders tested.
+# Other programs misread these rope scalings in latent models; docs/conversion.md lists the programs tested.
 MISREAD = ("Linear", "Llama3")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, print a summary, and return the exit code."""
+    """Run ``convert`` with parsed arguments: convert, print a summary, and return the exit code."""
     try:
         report = _convert(arguments)
     except KeyboardInterrupt as error:
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """Return a conversion report in a few lines of text."""
+    """Summarise a conversion report in a few lines of text for the terminal."""
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.calibration_line(report["settings"]), _largest_error(report)]
@@ -127,9 +127,9 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
 
 
 def _largest_error(report: Mapping) -> str:
-    """Return a line with the largest layer error, next to the error of a plain SVD if it was measured.
+    """Return the summary's line about the largest layer error, compared with a plain SVD if measured.
 
-    None in a report stands for an error that is not finite, so it counts as larger than any number.
+    In a report, None is an error that is not finite, so it counts as larger than any number.
     """
     errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
     layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
@@ -146,7 +146,7 @@ def _number(error: float | None) -> float:
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     require_own_options(arguments)
     chosen = choice.Choice.of(arguments)
-    stock()  # fail before the work if transformers is missing
+    stock()  # if transformers is missing, fail before the work starts
     source = arguments.source.resolve()
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
     if arguments.kv_heads == model.shape.kv_heads:
@@ -154,7 +154,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
     target = target_of(arguments, model, calibrated=chosen is not None)
-    converter, options = target(None)  # refuses wrong options before any weights are read
+    converter, options = target(None)  # raises for wrong options before any weights are read
     tokens, kept = None, None
     if chosen is not None:
         tokens, settings = chosen.tokens(source)
@@ -183,9 +183,10 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
-    """Return the check that compares source and result on text that was not used for calibration.
+    """Return a check that compares the source and the converted model on held-out text.
 
-    The text starts after the first ``used`` tokens, or is the held-out part of the bundled sample.
+    The text is the rest of the user's text after the first ``used`` tokens, which were used for calibration,
+    or the held-out part of the bundled sample.
     """
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
@@ -205,7 +206,7 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> 
 
 
 def _bytes(text: str) -> int:
-    """Parse ``5GB`` or ``500MiB`` into bytes."""
+    """Parse a size such as ``5GB`` or ``500MiB`` into a number of bytes."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Z]*)", text.strip().upper())
     if match is None or match[2] not in dict(UNITS):
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")

@@ -13,9 +13,9 @@ PICTURE = "conversion_report.png"
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
-    """Write a chart of ``report`` into ``folder`` as PNG: the errors of each layer, and the layer sizes.
+    """Write a PNG chart of a conversion report into ``folder``: the errors and the size of each layer.
 
-    Sizes are shown only if ``report`` lists them per layer.
+    Sizes are omitted if ``report`` does not list them per layer.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Access to the optional transformers package: import it, read configs, load models, silence its logs."""
+"""Access to the optional transformers package: import it, read configs, load models and silence logs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def stock() -> ModuleType:
-    """Return the transformers package.
+    """Import the transformers package and return it.
 
     Raises:
-        ImportError: transformers is not installed; the message says what to install.
+        ImportError: transformers is not installed; the message names the package to install.
     """
     try:
         import transformers
@@ -31,12 +31,12 @@ def stock() -> ModuleType:
 
 
 def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
-    """Return a folder's config as transformers reads it; attnlib's own form is read too.
+    """Read a checkpoint's config with transformers, including checkpoints in attnlib's own format.
 
-    No code from the folder is run.
+    Code in the folder is not run.
 
     Raises:
-        CheckpointError: the config is refused.
+        CheckpointError: transformers or attnlib cannot read the config.
     """
     stock()
     from ..integrations.transformers import loading
@@ -46,22 +46,22 @@ def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
 
 
 def checkpoint_of(source: Path | Checkpoint) -> Checkpoint:
-    """Return ``source`` as a Checkpoint; a path is read without its weights, links of a cache followed."""
+    """Return ``source`` as a Checkpoint; for a path, follow links and do not read the weights."""
     return source if isinstance(source, Checkpoint) else read_folder(source, follow_links=True, weights=False)
 
 
 def class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
-    """Call :func:`attnlib.integrations.transformers.loading.class_of`."""
+    """Import and call :func:`attnlib.integrations.transformers.loading.class_of`."""
     from ..integrations.transformers import loading
 
     return loading.class_of(config)
 
 
 def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
-    """Call :func:`attnlib.integrations.transformers.loading.body_class_of`.
+    """Import and call :func:`attnlib.integrations.transformers.loading.body_class_of`.
 
     Raises:
-        CheckpointError: the config is not of a language model.
+        CheckpointError: the config does not describe a language model.
     """
     from ..integrations.transformers import loading
 
@@ -81,9 +81,10 @@ def load_model(
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
 ) -> "PreTrainedModel":
-    """Load a model silently with :func:`attnlib.integrations.transformers.loading.load_model`.
+    """Load a checkpoint as a transformers model, without transformers' logs and progress bars.
 
-    ``config`` defaults to the folder's config.
+    ``config`` defaults to the checkpoint's own config. See
+    :func:`attnlib.integrations.transformers.loading.load_model`.
     """
     stock()
     from ..integrations.transformers import loading

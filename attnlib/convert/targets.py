@@ -1,4 +1,4 @@
-"""Conversion targets of the command: validate the options against the model and build the layer converter."""
+"""Targets of ``attnlib convert``: validate options against the model and build the layer converter."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -31,14 +31,14 @@ Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
 BEST_MERGE = "default: principal with a calibration, else mean"
 BEST_GROUPING = "default: similar for a principal merge, else neighbours"
-OPTIONS = MappingProxyType(  # by layer type
+OPTIONS = MappingProxyType(  # the options that each layer type permits
     {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}
 )
 SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a conversion target to ``parser``."""
+    """Add the command's options for the conversion target to ``parser``."""
     kinds = "fewer KV heads (gqa), latent attention (mla), or attnlib's own form for attnlib.load"
     parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
     heads = parser.add_argument_group("with --to gqa")
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_own_options(arguments: argparse.Namespace) -> None:
-    """Raise RequestError for an option that the target does not take, or if the target's size is missing."""
+    """Raise RequestError if the target does not have one of the options, or if its size is missing."""
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
     known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
@@ -111,9 +111,9 @@ def require_own_options(arguments: argparse.Namespace) -> None:
 def target_of(
     arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
 ) -> Callable[[CalibrationStore | None], Made]:
-    """Return a function that takes calibrations and builds the converter and its entries of the report.
+    """Return a function that builds the layer converter from calibrations, and its entries of the report.
 
-    Call the function with None to have wrong options refused before any calibration.
+    To detect wrong options before any calibration, call the function with None.
     """
     made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
     return partial(made, arguments, model, calibrated=calibrated)
@@ -180,10 +180,10 @@ def _to_mla(
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """Return the requested norm, or the default: ``calibrated`` if possible, else ``exact``.
+    """Return the requested form of the latent norm; the default is ``calibrated`` where possible.
 
-    More loaders read the calibrated norm, as it needs no biases. It requires a calibration text and a source
-    whose biases it can represent.
+    More programs can load the calibrated form, because it needs no biases. It requires a calibration text,
+    and a source model whose biases it can represent.
     """
     if asked == "exact" or not calibrated:
         with _refusals("--to mla"):
@@ -245,7 +245,7 @@ def _own_kind(
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Return the layer type to convert to, ``gqa`` or ``mla``."""
+    """Return the layer type that the options ask for: ``gqa`` or ``mla``."""
     if arguments.to != "attnlib":
         return arguments.to
     if arguments.kv_heads is not None:
@@ -254,7 +254,7 @@ def _kind(arguments: argparse.Namespace) -> str:
 
 
 def _refusing(converter: LayerConverter) -> LayerConverter:
-    """Wrap a converter so that its errors become RequestErrors that name the layer."""
+    """Wrap a layer converter to raise its errors as RequestErrors that name the layer."""
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         with _refusals(f"layer {shape.index}"):
@@ -265,7 +265,7 @@ def _refusing(converter: LayerConverter) -> LayerConverter:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """Turn errors of the conversion functions into RequestErrors that start with ``what``."""
+    """Raise errors of the conversion functions as RequestErrors whose messages start with ``what``."""
     try:
         yield
     except (CheckpointError, RequestError, VerificationError):

@@ -1,4 +1,4 @@
-"""Per-head weights of a grouped-query layer, as conversions compute with them, and their state dicts."""
+"""Weights of a grouped-query layer, split by heads for conversions, and joined into a state dict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Heads:
     """Projections of ``h`` query heads and ``g`` KV heads, fp64; query head i reads KV head ``i // (h / g)``.
 
     Shapes: q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``, o ``[m, h, d]``. The last column of q, k and v is
-    the bias (0 if the layer has none); it meets the constant one in the inputs of a :class:`Calibration`. The
-    bias of o plays no part in conversions. ``gains`` are the scales of q_norm ``[h, d]`` and k_norm
-    ``[g, d]``; in most models all heads share one row. ``rope`` says which channels are rotated and how they
-    pair up.
+    the bias (0 if the layer has none); it is multiplied by the constant 1 at the end of a
+    :class:`Calibration`'s inputs. Conversions do not use the bias of o. ``gains`` are the weights of q_norm
+    ``[h, d]`` and k_norm ``[g, d]``; in most models all heads share one row. ``rope`` determines which
+    channels are rotated, and in which pairs.
     """
 
     q: Tensor
@@ -33,16 +33,16 @@ class Heads:
 
     @property
     def rotated(self) -> int:
-        """The number of channels that rope rotates; they come first in each head."""
+        """The number of channels in each head that rope rotates; they come before the others."""
         return 0 if self.rope is None else self.rope.dim
 
     @property
     def group(self) -> int:
-        """The number of query heads that read one KV head."""
+        """The number of query heads that share one KV head."""
         return len(self.q) // len(self.k)
 
     def pairs(self, rows: Tensor) -> Tensor:
-        """Return the rotated channels of ``[..., d, m]`` as complex numbers ``[..., p / 2, m]``."""
+        """Return the rotated channels of rows ``[..., d, m]`` as complex pairs ``[..., p / 2, m]``."""
         interleaved = self.rope is not None and self.rope.interleaved
         return pairs_of(rows[..., : self.rotated, :], interleaved=interleaved)
 
@@ -60,12 +60,12 @@ def rows_of(pairs: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> Heads:
-    """Return the heads in a state dict of :class:`attnlib.GroupedQueryAttention`, as copies.
+    """Split a state dict of :class:`attnlib.GroupedQueryAttention` into heads, which are copies.
 
     Parameter names are those of transformers.
 
     Raises:
-        ValueError: the weights are not those of a grouped-query layer, or not finite.
+        ValueError: the weights do not belong to a grouped-query layer, or are not finite.
     """
     for name, value in state.items():
         if not value.isfinite().all():
@@ -83,9 +83,9 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
 
 
 def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``state`` with the projections and sinks of ``heads``, in the dtypes of ``state``.
+    """Return a state dict with the projections and sinks of ``heads``, in the dtypes of ``state``.
 
-    A bias is written only if ``state`` has it.
+    A bias is included only if ``state`` has it.
     """
     changed = {"o_proj.weight": rearrange(heads.o, "m h d -> m (h d)")}
     for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
@@ -94,7 +94,7 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             changed[f"{name}.bias"] = rearrange(rows[..., -1], "h d -> (h d)")
     if heads.gains is not None:
         for name, gains in zip(("q_norm.weight", "k_norm.weight"), heads.gains, strict=True):
-            if state[name].numel() > gains.shape[1]:  # each head has its own row
+            if state[name].numel() > gains.shape[1]:  # each head has its own norm weights
                 changed[name] = gains if state[name].dim() == 2 else gains.flatten()
     if heads.sinks is not None:
         changed["sinks"] = heads.sinks
@@ -104,7 +104,7 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gains(weight: Tensor, rows: Tensor) -> Tensor:
-    """Return norm scales as ``[h, d]`` from a shared row, a concatenation over heads, or ``[h, d]``."""
+    """Return norm weights as ``[h, d]``; they may be given once for all heads, concatenated, or per head."""
     return weight.to(torch.float64, copy=True).reshape(-1, rows.shape[1]).expand(rows.shape[:2])
 
 

@@ -1,4 +1,4 @@
-"""Rewrite Python argument names in error messages as options of the command."""
+"""Rewrite the Python argument names in an error message as command-line options."""
 
 import re
 from types import MappingProxyType
@@ -41,5 +41,5 @@ def in_options(message: str) -> str:
 
 
 def option(name: str) -> str:
-    """Return an argument's name as a command-line option."""
+    """Return the command-line option for an argument's name."""
     return f"--{name.replace('_', '-')}"

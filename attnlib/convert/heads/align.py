@@ -1,9 +1,10 @@
 """Alignment of attention heads: rotate them towards each other without changing the layer's output.
 
-Only o reads the value heads, and only dot products with queries read the key heads. So a rotation of a head
-is free if its reader undoes it (Jin et al., 2024, arXiv 2412.20677). V and O accept any orthogonal matrix. Q
-and K accept matrices that commute with rope: one phase for each rotated pair, and any orthogonal matrix of
-the other channels. If the layer has q_norm and k_norm, the rotation must also commute with their weights.
+The output projection is the only reader of value heads, and queries are the only readers of key heads. If the
+reader undoes a rotation of a head, the output does not change (Jin et al., 2024, arXiv 2412.20677). Values
+can be rotated by any orthogonal matrix. Keys can be rotated only by matrices that commute with rope: one
+phase for each rotated pair, and any orthogonal matrix for the other channels. If the layer has q_norm and
+k_norm, the rotation must also commute with their weights.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from ..calibration import Calibration
 from ..weights import Heads, rows_of
 
 Align = Literal["none", "values", "all"]
-SWEEPS = 1_000  # maximum sweeps of coordinate ascent; most searches end after fewer than twenty
-GROWTH = 1e-5  # stop if a sweep raises the agreement by less than this fraction
-# Singular values below this fraction of the largest count as zero. The threshold lies above the rounding
-# error of the moments and below the signal in activations.
+SWEEPS = 1_000  # maximum number of sweeps of coordinate ascent; fewer than twenty are usually enough
+GROWTH = 1e-5  # the search stops if a sweep raises the agreement by less than this fraction
+# Singular values below this fraction of the largest one count as zero. The threshold is above the rounding
+# errors of second moments, and below the smallest singular values that matter in real activations.
 TIE = 1e-10
 
 
@@ -31,13 +32,13 @@ def rotate_values(heads: Heads, rotations: Tensor) -> Heads:
 
 
 def rotate_keys(heads: Heads, phases: Tensor, rotations: Tensor) -> Heads:
-    """Rotate key head ``g`` together with its queries, which keeps all scores.
+    """Rotate each key head together with its queries, without changing any score.
 
-    The complex ``phases`` ``[g, p / 2]`` of absolute value 1 rotate the pairs that rope rotates, in either
-    rope layout. The orthogonal ``rotations`` ``[g, n, n]`` rotate the other channels.
+    ``phases`` ``[g, p / 2]``, complex numbers of absolute value 1, rotate the channel pairs that rope
+    rotates, in either rope layout. The orthogonal ``rotations`` ``[g, n, n]`` rotate the other channels.
 
     Raises:
-        ValueError: the weights of q_norm or k_norm do not commute with such a rotation.
+        ValueError: the weights of q_norm or k_norm do not commute with rotations of keys.
     """
     check_norm_weights(heads)
 
@@ -55,12 +56,12 @@ def rotate_keys(heads: Heads, phases: Tensor, rotations: Tensor) -> Heads:
 def check_norm_weights(heads: Heads) -> None:
     """Raise ValueError if the weights of q_norm and k_norm do not commute with a rotation of the keys.
 
-    A rotation keeps the root mean square that q_norm and k_norm divide by. It commutes with their weights
-    only if these are equal within each rotated pair and equal over all channels without rope. Norms with
-    separate weights for each head are always refused: such norms subtract a mean or span all heads.
+    A rotation does not change the root mean square by which q_norm and k_norm divide. It commutes with their
+    weights only if the weights are equal within each rotated pair, and equal over all channels without rope.
+    Norms with separate weights for each head are always an error: they subtract a mean or span all heads.
 
     Raises:
-        ValueError: the weights differ; the message says between which channels or heads.
+        ValueError: the weights differ; the message names the channels or heads.
     """
     if heads.gains is None:
         return
@@ -84,21 +85,21 @@ def check_norm_weights(heads: Heads) -> None:
 def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> Heads:
     """Rotate the heads of each group towards each other without changing the layer's output.
 
-    There are ``groups`` groups, each a run of neighbouring heads. ``what`` selects the heads to rotate: none,
-    values, or keys and values. The rotations maximise the agreement, which is the sum over pairs of heads of
-    ``E <x_i, x_j>``, with x the keys before rope or the values. For two heads, orthogonal Procrustes gives
-    the maximum (Schoenemann, 1966). For more, coordinate ascent rotates one head at a time (generalised
-    Procrustes; Gower, 1975).
+    The heads are divided into ``groups`` runs of neighbours. ``what`` selects the heads to rotate: none,
+    values, or keys and values. The rotations maximise the agreement: the sum of ``E <x_i, x_j>`` over pairs
+    of heads in a group, where x is the key before rope or the value. For two heads, orthogonal Procrustes
+    gives the maximum (Schoenemann, 1966). For more heads, coordinate ascent rotates one at a time
+    (generalised Procrustes; Gower, 1975).
 
     Raises:
-        ValueError: an unknown ``what``, or norm weights that :func:`check_norm_weights` refuses.
+        ValueError: ``what`` is unknown, or :func:`check_norm_weights` raises it for the norm weights.
     """
     check_align(what)
     if what == "none":
         return heads
 
     def rotations(rows: Tensor) -> Tensor:
-        """Return unitary matrices ``[g, c, d, d]`` that align the rows ``[g, c, d, m + 1]``."""
+        """Return unitary matrices ``[g, c, d, d]`` that align heads, given as rows ``[g, c, d, m + 1]``."""
         rows = rows.unflatten(0, (groups, -1))
         moments = _moments(rows, rows, calibration, "gfcdm,gkcem->gcfkde")
         return towards_each_other(moments).movedim(1, 2).flatten(0, 1)
@@ -111,18 +112,18 @@ def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> H
 
 
 def towards_each_other(moments: Tensor) -> Tensor:
-    """Return unitary matrices ``[..., f, d, d]`` that raise the agreement of f vectors.
+    """Return unitary matrices ``[..., f, d, d]`` that rotate f random vectors x towards each other.
 
     ``moments`` ``[..., f, f, d, d]``, real or complex, holds ``moments[i, j] = E x_i x_j^H``. The first
-    vector keeps its direction. The agreement is never lower than without rotations.
+    vector is not rotated. The :func:`agreement` of the vectors is never lower than without rotations.
     """
     f, d = moments.shape[-3], moments.shape[-1]
     untouched = torch.eye(d, dtype=moments.dtype, device=moments.device).expand(*moments.shape[:-4], f, d, d)
     rotations, reached = untouched.clone(), None
     for sweep in range(SWEEPS):
         for i in range(1, f):
-            # The first sweep uses only vectors that it has already rotated; the rest would pull in all
-            # directions.
+            # In the first sweep, align with the vectors that are already aligned; the others still point in
+            # arbitrary directions.
             others = [j for j in range(f) if j < i or (sweep and j != i)]
             rotations[..., i, :, :] = polar(
                 (rotations[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3)
@@ -135,7 +136,7 @@ def towards_each_other(moments: Tensor) -> Tensor:
 
 
 def agreement(moments: Tensor, rotations: Tensor) -> Tensor:
-    """Return ``sum_ij E <R_i x_i, R_j x_j>``, real ``[...]``, for rotations R ``[..., f, d, d]``."""
+    """Return the agreement ``sum_ij E <R_i x_i, R_j x_j>`` of vectors x under rotations R."""
     rotated = torch.einsum("...fde,...fkeb->...fkdb", rotations, moments)
     return torch.einsum("...fkdb,...kdb->...", rotated, rotations.conj()).real
 
@@ -143,8 +144,8 @@ def agreement(moments: Tensor, rotations: Tensor) -> Tensor:
 def polar(x: Tensor) -> Tensor:
     """Return the unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``.
 
-    Directions that the inputs never take stay close to the identity. Otherwise rounding errors would rotate
-    them, and equal heads would become different.
+    In directions that never occur in the inputs, R is close to the identity. Otherwise rounding errors would
+    determine the rotation there, and equal heads would become different.
     """
     u, s, vh = torch.linalg.svd(x)
     determined = s > TIE * s[..., :1]
@@ -157,13 +158,13 @@ def polar(x: Tensor) -> Tensor:
 
 
 def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
-    """Return the similarity of each pair of KV heads after its best rotation: ``[g, g]``, from -1 to 1.
+    """Return how similar each two KV heads are after the best rotation: ``[g, g]``, from -1 to 1.
 
-    The similarity is the mean over keys and values of ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)``,
-    where R is any rotation that ``what`` permits. The diagonal is 1.
+    The similarity is ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)`` over all rotations R that ``what``
+    permits, averaged over keys and values. The diagonal is 1.
 
     Raises:
-        ValueError: an unknown ``what``.
+        ValueError: ``what`` is unknown.
     """
     check_align(what)
     values = _cosines([heads.v[:, None]], calibration, rotated=what != "none")
@@ -179,7 +180,7 @@ def _cosines(parts: list[Tensor], calibration: Calibration, *, rotated: bool) ->
 
 
 def _products(rows: Tensor, calibration: Calibration, *, rotated: bool) -> Iterator[Tensor]:
-    """Yield each head's agreement with all heads, ``[g]``; working head by head saves memory."""
+    """Yield each head's agreement ``[g]`` with every head; looping over heads saves memory."""
     for one in rows:
         moments = _moments(one, rows, calibration, "cdm,gcem->gcde")
         if rotated and moments.numel():
@@ -193,6 +194,6 @@ def _moments(a: Tensor, b: Tensor, calibration: Calibration, equation: str) -> T
 
 
 def check_align(what: str) -> None:
-    """Raise ValueError for an unknown alignment."""
+    """Raise ValueError if ``what`` is not a known alignment."""
     if what not in get_args(Align):
         raise ValueError(f"align: expected one of {get_args(Align)}, got {what!r}")

@@ -1,4 +1,4 @@
-"""The checkpoint converter to fewer KV heads: it groups, aligns and merges the heads of each layer."""
+"""Checkpoint conversion to fewer KV heads: group, align and merge the heads of each layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,21 +40,21 @@ def grouped(
     reach: int = 2048,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Return a converter that gives each layer of the config.json's model ``kv_heads`` KV heads.
+    """Return a converter that reduces every layer of the model in ``config`` to ``kv_heads`` KV heads.
 
     Layers are converted as by ``mha_to_gqa``. ``calibrations`` maps a layer index to its calibration; None
-    uses only the weights. If ``kv_heads`` is the model's own count, layers are copied exactly. Computation
-    runs on ``device``, and results are returned on the CPU.
+    uses only the weights. If the model already has ``kv_heads`` KV heads, layers are copied exactly.
+    Computation runs on ``device``, and results are returned on the CPU.
 
-    Each layer reports four relative errors, which are 0 if nothing was lost:
+    The report lists four relative errors for each layer, which are 0 if nothing was lost:
 
     - ``key_error`` and ``value_error``: root mean square errors of the keys (before norm and rope) and
-      values, as the queries and o of the calibration read them.
+      values, weighted by their effect on scores and outputs over the calibration.
     - ``query_rounding`` and ``output_rounding``: rounding errors of the changed q and o weights.
 
     Raises:
         RequestError: ``kv_heads`` does not divide the model's KV heads, or an option is not permitted.
-        CheckpointError: as ``rope_of``; the converter also raises it for weights that are not finite.
+        CheckpointError: as ``rope_of``. The converter also raises it if weights are not finite.
     """
     family = family_of(text_of(config).get("model_type"))
     shape = shape_of(config, family)
@@ -97,21 +97,21 @@ def grouped(
 
 
 def rotates_alike(config: Mapping[str, object]) -> bool:
-    """True if all loaders of this model rotate the same channels.
+    """True if all programs that load this model apply rope to the same channels.
 
-    In some families, transformers rotates whole heads and vLLM rotates only a part of each.
+    For some model families, transformers rotates whole heads and vLLM rotates only a part of each head.
     """
     family, rope = family_of(text_of(config).get("model_type")), rope_of(config)
     return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
 
 def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
-    """Return a layer's heads from weights of any dtype under attnlib's names.
+    """Split the weights of a checkpoint's layer into heads; they have attnlib's names and any dtype.
 
     Raises:
         CheckpointError: the weights do not split into heads, or are not finite.
     """
-    # torch implements few operations for 8-bit dtypes.
+    # Convert first, because torch implements few operations for 8-bit dtypes.
     wide = {name: value.float() if value.dtype.itemsize == 1 else value for name, value in weights.items()}
     try:
         return split(wide, head_dim=shape.head_dim, rope=rope)
@@ -120,7 +120,11 @@ def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:
-    """Return the errors named in ERRORS: ``stored`` against ``arranged``, and rounding of ``merged``."""
+    """Return the errors of converting one layer, under the names in ERRORS.
+
+    The merge errors compare the ``stored`` heads, after rounding, with the ``arranged`` heads before the
+    merge. The rounding errors compare ``stored`` with the ``merged`` heads.
+    """
 
     def rounding(exact: Tensor, rounded: Tensor) -> float:
         return relative_root((exact - rounded).square().sum(), exact.square().sum())

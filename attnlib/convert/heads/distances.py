@@ -1,4 +1,4 @@
-"""Moments of keys as queries see them: rotated by rope and averaged over distances."""
+"""Second moments of keys, rotated by rope and averaged over the distances between queries and keys."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from ..weights import Heads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """The distances between queries and keys, weighted so that each doubling up to ``reach`` counts equally.
+    """Averages key moments over query-key distances up to a maximum.
 
-    Distance n has the weight ``1 / (n + 1)``. In the unitary ``basis`` ``[d, d]``, rope multiplies channel
-    ``a`` by ``exp(i w_a n)``. ``alike`` ``[d, d]`` holds the weighted means of ``exp(i (w_a - w_b) n)``.
+    Distance n has the weight ``1 / (n + 1)``, so each doubling of the distance counts equally. In the unitary
+    ``basis`` ``[d, d]``, rope at distance n multiplies channel ``a`` by ``exp(i w_a n)``. ``alike`` ``[d,
+    d]`` holds the weighted mean of ``exp(i (w_a - w_b) n)`` for each two channels a and b: near 1 if they
+    rotate together.
     """
 
     basis: Tensor

@@ -1,4 +1,4 @@
-"""Factorisation of heads into shared heads and linear maps, with the least error under one metric."""
+"""Factorisation of heads into shared heads and linear maps that restore the old heads with least error."""
 
 from dataclasses import dataclass
 
@@ -8,43 +8,44 @@ from torch import Tensor
 from ..calibration import Calibration
 from .parts import Part
 
-FLOOR = 1e-6  # ridge of metrics, relative to the mean eigenvalue: orders directions that no query reads
-RIDGE = 1e-8  # ridge of moments, relative to the inputs' mean square: orders directions missing from the text
+FLOOR = 1e-6  # ridge relative to a metric's mean eigenvalue, so directions that no query reads have an order
+RIDGE = 1e-8  # ridge relative to the inputs' mean square, so directions missing from the text have an order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
     """A shared head for each group, and the maps that restore the old heads from it.
 
-    ``shared`` is ``[r, c, n, m + 1]`` and ``maps`` is ``[g, c, n, n]``. Head i of group r is
-    ``maps[i] @ shared[r]``; each group is a run of ``g / r`` neighbouring heads.
+    ``shared`` is ``[r, c, n, m + 1]`` for r groups, and ``maps`` is ``[g, c, n, n]`` for g old heads. Each
+    group is a run of ``g / r`` neighbouring heads. Old head i in group j is about ``maps[i] @ shared[j]``.
     """
 
     shared: Tensor
     maps: Tensor
 
     def expanded(self, shared: Tensor) -> Tensor:
-        """Return the heads ``[g, c, n, m + 1]`` that the maps make of these shared rows."""
+        """Apply the maps to shared heads, to restore the old heads ``[g, c, n, m + 1]``."""
         return self.maps @ shared.repeat_interleave(len(self.maps) // len(shared), 0)
 
     def absorbed(self, rows: Tensor) -> Tensor:
-        """Fold the maps into reader rows ``[h, c, n, m]``, so that they read the shared head directly."""
+        """Fold the maps into q or o rows ``[h, c, n, m]``, so that these read shared heads directly."""
         return self.maps.repeat_interleave(len(rows) // len(self.maps), 0).mH @ rows
 
 
 def factorise(part: Part, groups: int, calibration: Calibration) -> Factors:
-    """Return the best factors of each of ``groups`` runs of neighbouring heads.
+    """Find the shared head and the linear maps with the least error for each group of heads.
 
-    The shared head holds the principal components of its group; the error is the tail of the spectrum.
+    The ``groups`` groups are runs of neighbouring heads. A shared head holds the first principal components
+    of its group; the error is the sum of the remaining eigenvalues.
     """
     size = len(part.rows) // groups
     roots, inverses = roots_of(part.weights)
-    # Shape of rows: [r, c, f * n, m + 1]
+    # rows: [r, c, f * n, m + 1]
     rows = (roots @ part.rows).unflatten(0, (groups, size)).transpose(1, 2).flatten(2, 3)
     n = part.rows.shape[2]
     basis = torch.linalg.eigh(gram(rows, calibration)).eigenvectors[..., -n:]
     shared = basis.mH @ rows
-    # Shape of maps: [r, f, c, n, n]
+    # maps: [r, f, c, n, n]
     maps = inverses.unflatten(0, (groups, size)) @ basis.unflatten(2, (size, n)).transpose(1, 2)
     basis_change = _balance(shared, maps, part.weights.unflatten(0, (groups, size)))
     basis_change = basis_change * _energy_scale(
@@ -69,21 +70,22 @@ def roots_of(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram(rows: Tensor, calibration: Calibration) -> Tensor:
-    """Return ``E (W y) (W y)^H`` for rows W ``[..., n, m + 1]``, plus a small multiple of ``W W^H``."""
+    """Return the second moment of the outputs ``W y`` of ``rows`` W, plus a small multiple of ``W W^H``."""
     moment = calibration.moment.to(rows.dtype)
     ridge = RIDGE * moment.diagonal().real.mean()
     return (rows @ moment) @ rows.mH + ridge * (rows @ rows.mH)
 
 
 def _balance(shared: Tensor, maps: Tensor, weights: Tensor) -> Tensor:
-    """Return a basis for shared heads in which they and their readers have equal Gram matrices.
+    """Return a basis in which the weights of shared heads and of their readers have equal Gram matrices.
 
-    The basis M is ``[r, c, n, n]``. Every invertible M computes the same function, but Adam does not train
-    all of them equally well. With large value rows and small o rows, a conversion to half of the heads ended
-    training 1.2 % above the original's loss; with balanced rows, 0.2 % (2026-11).
+    The basis M is ``[r, c, n, n]``. The layer computes the same function for every invertible M, but Adam
+    does not train all of them equally well. A model converted to half of its heads ended training with 1.2 %
+    more loss than the original if value rows were large and o rows small, and with 0.2 % more if they were
+    balanced (2026-11).
 
     ``M^H M`` is the geometric mean of the readers' Gram matrix and the inverse of the shared rows' Gram
-    matrix. Among these M we take the closest to the channels of the old heads.
+    matrix. Among the matrices M with this property, we take the one that changes the channels least.
     """
     read = (maps.mH @ weights @ maps).sum(1)
     root, inverse = roots_of(shared @ shared.mH)
@@ -94,7 +96,7 @@ def _balance(shared: Tensor, maps: Tensor, weights: Tensor) -> Tensor:
 
 
 def _exact_if_equal(factors: Factors, part: Part) -> Factors:
-    """Keep groups whose heads are bit-identical unchanged: the first head, with identity maps."""
+    """If all heads of a group are bit-identical, make the first one the shared head, with identity maps."""
     heads = part.rows.unflatten(0, (len(factors.shared), -1))
     equal = (heads == heads[:, :1]).flatten(1).all(1)
     shared = torch.where(equal[:, None, None, None], heads[:, 0], factors.shared)
@@ -104,7 +106,7 @@ def _exact_if_equal(factors: Factors, part: Part) -> Factors:
 
 
 def _energy_scale(shared: Tensor, rows: Tensor, calibration: Calibration) -> Tensor:
-    """Return the factor ``[r, c, 1, 1]`` that gives shared rows the mean square of the heads they replace."""
+    """Return factors ``[r, c, 1, 1]`` that scale shared heads to the mean square of their old heads."""
     wanted = calibration.energy(rows).mean(1)
     got = calibration.energy(shared)
     known = (wanted > 0) & (got > 0)

@@ -1,4 +1,4 @@
-"""Grouping of KV heads before a merge: neighbours, or similar heads, in groups of equal size."""
+"""Grouping of KV heads before a merge: put neighbours or similar heads into groups of equal size."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...internal.checks import check_count
 
 Groups = tuple[tuple[int, ...], ...]
-EXCHANGES = 256  # swaps that simulated annealing tries
+EXCHANGES = 256  # number of swaps that simulated annealing tries
 
 
 def neighbours(heads: int, groups: int) -> Groups:
@@ -31,11 +31,11 @@ def neighbours(heads: int, groups: int) -> Groups:
 def similar(similarity: Tensor, groups: int) -> Groups:
     """Return groups of equal size that put similar heads together.
 
-    ``similarity`` is symmetric, ``[heads, heads]``. Pairs of heads swap places as long as this raises the sum
-    of similarities within groups. The search runs from neighbours and from groups grown greedily around the
-    most similar pairs, and the better result wins. The result is deterministic, never worse than neighbours,
-    and no single swap can improve it. (Chen et al., 2024, arXiv 2406.14963 also group by activations, in
-    unequal sizes; Jin et al., 2024, arXiv 2412.20677 use simulated annealing.)
+    ``similarity`` is symmetric, ``[heads, heads]``. The search swaps two heads of different groups as long as
+    this raises the sum of similarities within groups. It starts once from neighbours and once from groups
+    grown greedily around the most similar pairs, and returns the better result. The result is deterministic,
+    never worse than neighbours, and no single swap can improve it. (Chen et al., 2024, arXiv 2406.14963 also
+    group by activations, in unequal sizes; Jin et al., 2024, arXiv 2412.20677 use simulated annealing.)
 
     >>> similar(torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).kron(torch.eye(2)), 3)
     ((0, 4), (1, 5), (2, 3))
@@ -52,10 +52,11 @@ def similar(similarity: Tensor, groups: int) -> Groups:
 def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) -> Groups:
     """Return groups of equal size with a small sum of ``loss``, found by simulated annealing.
 
-    ``loss`` takes one group and is called many times, so it should be cached. The search starts from
-    neighbours or from :func:`similar` on the losses of pairs, whichever is better. Each step swaps two heads;
-    swaps for the worse are accepted less and less often (Kirkpatrick et al., 1983). The best groups found are
-    returned. The result is deterministic and never worse than neighbours.
+    ``loss`` computes the loss of merging one group; cache it, because it is called many times. The search
+    starts from neighbours or from the groups that :func:`similar` finds for the losses of pairs, whichever is
+    better. Each step swaps two heads; swaps that increase the loss are accepted less and less often
+    (Kirkpatrick et al., 1983). The result is the best of all groups tried. It is deterministic and never
+    worse than neighbours.
     """
     plain = neighbours(heads, groups)
     if groups in (1, heads):
@@ -78,13 +79,13 @@ def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) 
         worse, cold = total(tried) - total(current), hot * (1 - n / EXCHANGES)
         if worse <= 0 or (cold > 0 and random.random() < math.exp(-10 * worse / cold)):
             current = tried
-        if total(current) < least * (1 - 1e-9):  # ignores rounding errors
+        if total(current) < least * (1 - 1e-9):  # smaller differences are rounding errors
             best, least = current, total(current)
     return best
 
 
 def within(similarity: Tensor, groups: Groups) -> float:
-    """Return the sum of similarities between distinct heads of a group; each pair counts twice."""
+    """Return the sum of similarities between heads of the same group; each pair counts twice."""
     blocks = (similarity[list(group)][:, list(group)] for group in groups)
     return sum((block.sum() - block.trace()).item() for block in blocks)
 

@@ -1,4 +1,4 @@
-"""Conversion of a grouped-query layer to fewer KV heads, and folding of a learned merge."""
+"""Conversion of a grouped-query layer to fewer KV heads, also by merges that are learned in training."""
 
 from collections.abc import Mapping
 
@@ -26,31 +26,31 @@ def mha_to_gqa(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> GroupedQueryAttention:
-    """Return a new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer.
+    """Convert an MHA or GQA layer to a new layer with fewer KV heads by merging groups of heads.
 
-    The old layer does not change. The new one has the same mask, rope, norms, sinks, scale, dtype, mode and
+    The old layer does not change. The new layer has the same mask, rope, norms, sinks, scale, dtype, mode and
     other options. Weights are merged in fp64.
 
-    With a ``calibration`` the default is ``merge="principal"``. Each group gets the shared head that best
-    predicts its old heads by linear maps, and the maps are folded into q and o (Yu et al., 2024, arXiv
+    With a ``calibration`` the default is ``merge="principal"``. Each group gets the shared head from which
+    linear maps best predict its old heads, and the maps are folded into q and o (Yu et al., 2024, arXiv
     2406.07056). Groups are chosen for the least loss. Key errors are averaged over distances up to ``reach``;
-    each doubling of the distance counts equally. With norms of q and k, keys cannot be mapped, and the
-    default is ``"principal-values"``, which averages the keys. Without a calibration the default is the mean
-    of neighbours (Ainslie et al., 2023, arXiv 2305.13245).
+    each doubling of the distance counts equally. If the layer has norms of q and k, its keys cannot be
+    mapped. The default is then ``"principal-values"``, which averages the keys. Without a calibration the
+    default is ``"mean"``, which averages neighbours (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``merge="first"`` keeps one head of each group. ``"energy"`` weights keys and values by their mean
-    squares. ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and train
-    until :func:`fold`. Before any merge that is not principal, ``align`` rotates heads towards each other.
-    ``grouping="similar"`` groups heads for the least loss (principal merges) or by similarity after alignment
-    (others). All options use activations over ``calibration``; None means :meth:`Calibration.white`, which
-    uses only the weights.
+    ``merge="first"`` keeps only the first head of each group. ``"energy"`` weights keys and values by their
+    mean squares. ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, a weighted sum that starts as
+    the mean; you train its weights and then call :func:`fold`. ``align`` rotates heads towards each other
+    before a merge; principal merges do not need it. ``grouping="similar"`` chooses groups for the least loss
+    in principal merges, and by similarity after alignment in others. All options use activations over
+    ``calibration``; None means :meth:`Calibration.white`, which uses only the weights.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the layer's KV heads, norms rule out mapping or rotating
-            the keys, ``align`` is combined with a principal merge, or an option is unknown.
+        ValueError: ``num_kv_heads`` does not divide the layer's number of KV heads, norms rule out mapping or
+            rotating the keys, ``align`` is combined with a principal merge, or an option is unknown.
         TypeError: the layer is not grouped-query, or a projection is not a plain nn.Linear.
         NotImplementedError: ``grouping="similar"`` for a layer with ALiBi, whose slopes depend on the order
-            of heads, or a layer option that conversion does not support.
+            of heads, or the layer has an option that conversion does not support.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
     >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
@@ -79,7 +79,7 @@ def mha_to_gqa(
 
 @kind
 def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
-    """Return a plain layer that computes the same as a trained layer of ``merge="learned"``.
+    """Turn a layer with a learned merge, after its training, into an equivalent plain layer.
 
     Raises:
         TypeError: k_proj or v_proj of ``layer`` is not a :class:`MixedLinear`.
@@ -96,12 +96,12 @@ def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
 
 
 def check_grouped(layer: nn.Module) -> None:
-    """Raise unless ``layer`` is a grouped-query layer with plain projections and supported options.
+    """Raise an error unless ``layer`` is a grouped-query layer with plain projections and known options.
 
     Raises:
         TypeError: the layer or one of its projections has another type.
-        NotImplementedError: the layer has a score function, values of another width than keys, a temperature,
-            norms after rope, or norms that are not nn.RMSNorm.
+        NotImplementedError: the layer has a score function, values and keys of different width, a
+            temperature, norms after rope, or norms that are not nn.RMSNorm.
     """
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
@@ -130,7 +130,7 @@ def check_grouped(layer: nn.Module) -> None:
 
 
 def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
-    """Return a learnable merge of heads ``[g, d, m + 1]`` that starts as the mean, like ``merged``."""
+    """Return a projection that learns how to merge heads, and starts with the mean of each group."""
     groups = merged.out_features // rows.shape[1]
     rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()
@@ -140,7 +140,7 @@ def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
 def _like(
     layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]
 ) -> GroupedQueryAttention:
-    """Return a layer with these weights and the options of ``layer``."""
+    """Return a layer with the options of ``layer``, except its KV heads, and the weights in ``state``."""
     norm = {} if layer.q_norm is None else {"qk_norm": True, "norm_eps": layer.q_norm.eps}
     weight = layer.q_proj.weight
     new = GroupedQueryAttention(
@@ -163,7 +163,7 @@ def _like(
         **norm,
     )
     new.load_state_dict(state)
-    # The constructor would derive both from its scale and rope arguments.
+    # Copied, because the constructor would derive them from its scale and rope arguments.
     new.scale, new.q_gain = layer.scale, layer.q_gain
     if layer.alibi_slopes is not None:
         new.alibi_slopes.copy_(layer.alibi_slopes)

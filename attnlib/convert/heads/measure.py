@@ -1,4 +1,4 @@
-"""Errors of a merge where they matter: in scores of the real queries and in outputs of the real o_proj."""
+"""Errors of a head merge, measured by their effect on scores and on the output of the layer."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from .principal import Merged
 def relative_errors(
     heads: Heads, merged: Merged, stored: Heads, calibration: Calibration
 ) -> tuple[float, float]:
-    """Return the relative errors of keys and values if the ``stored`` heads replace ``heads``.
+    """Return the relative errors of keys and values that are caused by replacing ``heads`` with ``stored``.
 
-    Old heads are restored from ``stored`` by the maps of ``merged``. Each error is a root mean square over
-    the calibration (for keys, over distances too), relative to the cost of dropping all heads.
+    The maps in ``merged`` restore the old heads from ``stored``, to compare them. Each error is a root mean
+    square over the calibration (for keys, also over distances), relative to the error of dropping all heads.
     """
     k = stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
     eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)

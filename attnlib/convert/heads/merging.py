@@ -1,7 +1,7 @@
 """Merging of KV heads into fewer: regroup, align, merge.
 
-Regrouping and aligning keep the layer's output; only merging can lose something. A merge is exact if the
-heads of each group are equal, or equal up to a map that the merge or the alignment undoes.
+Regrouping and aligning do not change the layer's output; only merging can. A merge is exact if the heads of
+each group are equal, or become equal by a linear map that the merge or the alignment finds.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: C
 
 
 def regroup(heads: Heads, groups: Groups) -> Heads:
-    """Reorder KV heads, their query heads, o columns and sinks, without changing the layer's output."""
+    """Reorder KV heads together with their query heads, o columns and sinks; the output does not change."""
     order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
@@ -56,7 +56,10 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
 def merge_heads(
     heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None
 ) -> Merged:
-    """Merge each of ``num_kv_heads`` runs of neighbouring heads into one KV head, and adapt q and o."""
+    """Merge runs of neighbouring heads into ``num_kv_heads`` KV heads, by the method in ``recipe``.
+
+    Principal merges also fold their linear maps into q and o.
+    """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)
     if recipe.merge == "principal":
@@ -71,7 +74,10 @@ def merge_heads(
 
 
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:
-    """Return each head's weight in its group's key and in its value: two ``[g, f]`` whose rows sum to 1."""
+    """Return the weights of old heads in the merged keys and in the merged values.
+
+    Both are ``[g, f]``, for f old heads in each of g groups; each row sums to 1.
+    """
 
     def share(rows: Tensor) -> Tensor:
         size = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
@@ -80,7 +86,7 @@ def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibrati
         size = size.unflatten(0, (num_kv_heads, -1)).clone()
         if merge == "first":
             size[:, 1:] = 0
-        size[size.sum(1) == 0] = 1  # a group of zero heads gets equal weights
+        size[size.sum(1) == 0] = 1  # if all heads of a group are zero, weight them equally
         return size / size.sum(1, keepdim=True)
 
     return share(heads.k), share(heads.v)

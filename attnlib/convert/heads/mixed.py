@@ -1,4 +1,4 @@
-"""A projection whose merge is still being learned: every head is a weighted sum of old heads."""
+"""A projection that learns to merge heads: each of its heads is a weighted sum of old heads."""
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ class MixedLinear(nn.Module):
     """A k_proj or v_proj of ``g`` heads, each a learned weighted sum of ``f`` old heads.
 
     Every old head has one weight for keys and one for values, as in WGQA (Chinnakonduru and Mohapatra, 2024,
-    arXiv 2407.10855). The parameters are ``heads`` ``[g, f, d, m]``, ``head_bias`` ``[g, f, d]`` or None, and
-    ``mix`` ``[g, f]``. ``weight`` and ``bias`` are those of the equivalent linear layer, computed on access;
-    :meth:`folded` returns them as fixed tensors.
+    arXiv 2407.10855). The parameters are the old heads, ``heads`` ``[g, f, d, m]`` and ``head_bias``
+    ``[g, f, d]`` or None, and their weights ``mix`` ``[g, f]``. ``weight`` and ``bias`` are properties that
+    compute the equivalent linear layer; :meth:`folded` returns them as fixed tensors.
     """
 
     def __init__(self, heads: Tensor, head_bias: Tensor | None, mix: Tensor):
@@ -37,7 +37,7 @@ class MixedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def folded(self) -> dict[str, Tensor]:
-        """Return ``weight``, and ``bias`` if there is one, summed in fp64 and detached."""
+        """Return the detached ``weight``, and ``bias`` if there is one, of the equivalent linear layer."""
         mix, heads = self.mix.detach().double(), self.heads.detach().double()
         weights = {"weight": torch.einsum("gf,gfdm->gdm", mix, heads).flatten(0, 1)}
         if self.head_bias is not None:

@@ -1,8 +1,8 @@
-"""Head channels that may be mixed at any distance: single rope pairs, keys without rope, and values.
+"""Groups of head channels that linear maps may mix: single rope pairs, keys without rope, and values.
 
-Errors are weighted by their readers: a pair by ``E |q|^2`` of its queries, key channels without rope by ``E q
-q^T``, and values by ``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 also weight by
-activations.)
+These maps commute with rope, so they are correct at any distance. An error is weighted by the weights that
+read it: a pair by ``E |q|^2`` of its queries, key channels without rope by ``E q q^T``, and values by
+``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 also weight by activations.)
 """
 
 from typing import NamedTuple
@@ -15,30 +15,31 @@ from ..weights import Heads
 
 
 class Part(NamedTuple):
-    """Channels of all KV heads that are mixed together: ``c`` sets of ``n`` channels.
+    """Keys or values of all KV heads, as ``c`` sets of ``n`` channels that linear maps may mix.
 
-    ``rows`` ``[g, c, n, m + 1]`` are real, or complex with n = 1 for pairs that rope rotates. ``weights``
-    ``[g, c, n, n]`` are Hermitian: an error e of a head costs ``e^H W e``.
+    ``rows`` ``[g, c, n, m + 1]`` are the projections that compute the channels. They are real, or complex
+    with n = 1 for pairs that rope rotates. ``weights`` ``[g, c, n, n]`` are Hermitian: an error e of a head
+    costs ``e^H W e``.
     """
 
     rows: Tensor
     weights: Tensor
 
     def lost(self, rows: Tensor, calibration: Calibration) -> Tensor:
-        """Return the total cost over the calibration of replacing these rows by others."""
+        """Return the cost, summed over heads, of replacing this part's rows with the given ``rows``."""
         error = self.rows - rows
         moments = (error @ calibration.moment.to(error.dtype)) @ error.mH
         return torch.einsum("gcij,gcji->", self.weights, moments).real
 
     def size(self, calibration: Calibration) -> Tensor:
-        """Return the total cost over the calibration of dropping these rows."""
+        """Return the cost, summed over heads, of replacing this part's rows with zeros."""
         return self.lost(torch.zeros_like(self.rows), calibration)
 
 
 def query_metric(heads: Heads, calibration: Calibration) -> Tensor:
-    """Return the cost metric of key errors for each KV head: ``E q q^T`` of its queries, ``[g, d, d]``.
+    """Return the metric ``[g, d, d]`` of key errors for each KV head: ``E q q^T`` over its queries q.
 
-    For layers with norms of q and k the metric is the identity, because the effect of an error behind the
+    For layers with norms of q and k, the metric is the identity, because the effect of an error after the
     norm is unknown.
     """
     if heads.gains is not None:
@@ -50,7 +51,7 @@ def query_metric(heads: Heads, calibration: Calibration) -> Tensor:
 
 
 def amplitudes(heads: Heads) -> Tensor:
-    """Return the factor of each channel in scores, ``[d]``: rope's amplitude squared if rope rotates it."""
+    """Return the factor of each channel in scores: rope's squared amplitude for rotated channels, else 1."""
     gain = torch.ones(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
     if heads.rope is not None:
         gain[: heads.rotated] = heads.rope.amplitude**2
@@ -58,20 +59,21 @@ def amplitudes(heads: Heads) -> Tensor:
 
 
 def key_parts(heads: Heads, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Split key rows ``[g, d, m + 1]`` into rope pairs ``[g, p / 2, 1, m + 1]`` and ``[g, 1, n, m + 1]``."""
+    """Split key rows into complex rope pairs ``[g, p / 2, 1, m + 1]`` and the rest ``[g, 1, n, m + 1]``."""
     return heads.pairs(k)[:, :, None], k[:, None, heads.rotated :]
 
 
 def keys_of(heads: Heads, calibration: Calibration) -> tuple[Part, Part]:
-    """Return the keys of heads as parts, weighted by their queries; unweighted under norms of q and k."""
+    """Return the keys of heads as two parts, rope pairs and the rest, weighted by :func:`query_metric`."""
     pairs, free = key_parts(heads, heads.k)
     metric, rotated = query_metric(heads, calibration), heads.rotated
-    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])  # query energy of a pair's two channels
+    # The mean squares of queries in both channels of a pair.
+    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])
     sizes = (both.real + both.imag)[..., None].to(pairs.dtype)
     return Part(pairs, sizes), Part(free, metric[:, None, rotated:, rotated:])
 
 
 def values_of(heads: Heads) -> Part:
-    """Return the values of heads as a part, weighted by the columns of o that read them."""
+    """Return the values of heads as a :class:`Part`, weighted by the columns of o that read them."""
     weights = torch.einsum("mhd,mhe->hde", heads.o, heads.o).unflatten(0, (-1, heads.group)).sum(1)
     return Part(heads.v[:, None], weights[:, None])

@@ -1,9 +1,9 @@
-"""The principal merge: each head of a group becomes a linear map of one shared head.
+"""The principal merge: replace each head of a group by a linear map of one shared head.
 
-Every query head has weights of its own, so ``K_i = A_i K'`` costs nothing at run time: ``A_i`` moves into the
-queries that read head i, and the maps of values move into the output projection. Principal component analysis
-of the stacked heads gives the best shared head for a weighted error (Yu et al., 2024, arXiv 2406.07056). Keys
-are then refined over distances (shared_keys.py). Averaging and orthogonal alignment are special cases.
+The maps ``K_i = A_i K'`` cost nothing at run time: ``A_i`` is folded into the queries that read head i, and
+the maps of values are folded into the output projection. Principal component analysis of the stacked heads
+gives the shared head with the least weighted error (Yu et al., 2024, arXiv 2406.07056). Keys are then refined
+over distances (shared_keys.py). Averaging and orthogonal alignment are special cases.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .shared_keys import share_keys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """Merged KV heads, and the maps that were folded into their q and o; None if there are no maps."""
+    """The result of a merge: merged heads, and the maps folded into q and o (None without maps)."""
 
     heads: Heads
     reach: int
@@ -32,9 +32,9 @@ class Merged:
 
 
 def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reach: int, keys: bool) -> Merged:
-    """Merge each of ``groups`` runs of neighbouring heads into one KV head, and adapt q and o.
+    """Merge runs of neighbouring heads into ``groups`` KV heads, and fold the linear maps into q and o.
 
-    If ``keys`` is False, only values are merged; another merge handles the keys.
+    If ``keys`` is False, only values are merged, and the caller merges the keys by another method.
     """
     values = factorise(values_of(heads), groups, calibration)
     o = values.absorbed(heads.o.permute(1, 2, 0)[:, None])[:, 0].permute(2, 0, 1)
@@ -47,15 +47,15 @@ def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reac
 
 
 def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Groups:
-    """Return the groups whose principal merge loses least, by annealing with a fixed seed."""
+    """Search for the groups whose principal merge loses least, by simulated annealing with a fixed seed."""
     return annealed(group_loss(heads, calibration, keys=keys), len(heads.k), groups)
 
 
 def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callable[[tuple[int, ...]], float]:
     """Return a function that computes the loss of merging one group of heads.
 
-    The loss is a fraction of all values, plus a fraction of all keys if ``keys`` is True. For keys only maps
-    that commute with rope are considered, so that the loss is the tail of a spectrum.
+    The loss of values is relative to all values; if ``keys`` is True, the loss of keys relative to all keys
+    is added. For keys, only maps that commute with rope are considered, so the loss is a sum of eigenvalues.
     """
     kinds = [[values_of(heads)], *([list(keys_of(heads, calibration))] if keys else [])]
     losses = [_loss_of(parts, calibration) for parts in kinds]
@@ -63,7 +63,7 @@ def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callabl
 
 
 def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int, ...]], float]:
-    """Return a function that computes the loss of merging one group, as a fraction of all heads' energy."""
+    """Return a function that computes the loss of merging one group, relative to dropping all heads."""
     products = [_products(part, calibration) for part in parts]
     whole = sum(float(x.flatten(3, 4).flatten(1, 2).diagonal(dim1=1, dim2=2).real.sum()) for x in products)
 
@@ -78,7 +78,7 @@ def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int
 
 
 def _products(part: Part, calibration: Calibration) -> Tensor:
-    """Return the Gram matrix of all weighted heads: ``[c, g, n, g, n]``."""
+    """Return the Gram matrix ``[c, g, n, g, n]`` of all heads, with errors weighted as in ``part``."""
     rows = (roots_of(part.weights)[0] @ part.rows).transpose(0, 1)  # [c, g, n, m + 1]
     heads = rows.shape[1:3]
     return gram(rows.flatten(1, 2), calibration).unflatten(-1, heads).unflatten(1, heads)

@@ -1,4 +1,4 @@
-"""The options of a merge of heads: merge method, alignment and grouping, with defaults for all three."""
+"""Options for merging heads: merge method, alignment and grouping, with defaults for all three."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,9 +13,9 @@ PRINCIPAL = ("principal", "principal-values")
 
 @dataclass(frozen=True, slots=True)
 class MergeRecipe:
-    """The merge method, the alignment before it, and the grouping of heads.
+    """How to merge heads: the merge method, the alignment before it, and the grouping.
 
-    Key errors are averaged over distances up to ``reach``.
+    Key errors are averaged over query-key distances up to ``reach``.
     """
 
     merge: Merge
@@ -34,16 +34,17 @@ def recipe(
     maps_keys: bool = True,
     moves_heads: bool = True,
 ) -> MergeRecipe:
-    """Return the given choices, with the best known default for each None.
+    """Validate the options of a merge, and replace each None with the best known default.
 
-    With a calibration, the default is the principal merge in the groups with the least loss. Without one, it
-    is the mean of neighbours, which needs no knowledge of the inputs. ``maps_keys`` is False if keys may not
-    be mapped, for example because they are normalised after projection; the default then merges only values
-    by principal directions. ``moves_heads`` is False if heads may not be reordered, as with ALiBi slopes.
+    With a calibration, the default is the principal merge in the groups with the least loss. Without a
+    calibration, it is the mean of neighbours, which needs no knowledge of the inputs. ``maps_keys`` is False
+    if linear maps of keys are not possible, for example because keys are normalised after projection; the
+    default is then a principal merge of values only. ``moves_heads`` is False if heads may not be reordered,
+    as with ALiBi slopes.
 
     Raises:
-        ValueError: an unknown choice, a principal merge of keys that may not be mapped, or an alignment
-            before a principal merge, which finds every rotation itself.
+        ValueError: an option is unknown, a principal merge is requested for keys that cannot be mapped, or
+            an alignment is requested before a principal merge, which finds every rotation itself.
         NotImplementedError: ``grouping="similar"`` if heads may not be reordered.
 
     >>> recipe(calibrated=True)

@@ -1,10 +1,11 @@
-"""Shared keys for a principal merge: old keys become linear maps of them, fitted over query-key distances.
+"""Shared keys for a principal merge, and linear maps to the old keys, fitted over query-key distances.
 
-A score is ``q^T R k``, with R rope's rotation by the distance. The merge approximates ``R k`` by ``A R k'``,
-and A moves into the query. A map that commutes with every rotation (a complex number for each pair) has the
-same error at any distance. A matrix that mixes pairs is good only if these rotate almost together, as slow
-pairs do over a whole sequence. So the error is averaged over distances. Given the shared keys, the best maps
-are a linear regression, and given the maps, so are the best shared keys; the search alternates between both.
+A score is ``q^T R k``, where R is rope's rotation by the distance. The merge approximates ``R k`` by ``A R
+k'`` with a shared key ``k'``, and A is folded into the query. If A commutes with every rotation (one complex
+number for each pair), the error is the same at any distance. If A mixes pairs, it is accurate only while they
+rotate almost together, as slow pairs do over a whole sequence. Therefore the error is averaged over
+distances. For given shared keys, linear regression finds the best maps, and for given maps it finds the best
+shared keys; the search alternates between the two.
 """
 
 import torch
@@ -17,15 +18,16 @@ from .factors import Factors, factorise, floored, gram
 from .parts import key_parts, keys_of, query_metric
 
 SWEEPS = 50
-GAIN = 1e-3  # stop if a sweep lowers the error by less than this fraction
-EXACT = 1e-14  # an error below this fraction of the keys' total is a rounding error
-SINGULAR = 1e-12  # times the mean diagonal, added to keep solutions of singular systems finite
+GAIN = 1e-3  # the search stops if a sweep lowers the error by less than this fraction
+EXACT = 1e-14  # smaller errors, as a fraction of dropping all keys, are rounding errors
+SINGULAR = 1e-12  # ridge, relative to the mean diagonal, that keeps solutions of singular systems finite
 
 
 def share_keys(heads: Heads, groups: int, calibration: Calibration, reach: int) -> Factors:
-    """Return shared keys ``[r, 1, d, m + 1]`` for runs of neighbouring heads, and maps ``[g, 1, d, d]``.
+    """Fit a shared key head for each of ``groups`` runs of neighbouring heads, and maps to the old keys.
 
-    The error is never larger than with :func:`commuting_maps`.
+    The error is averaged over distances up to ``reach``. It is never larger than with
+    :func:`commuting_maps`.
     """
     distances = Distances.of(heads, reach)
     k, metric = (x.unflatten(0, (groups, -1)) for x in (heads.k, floored(query_metric(heads, calibration))))
@@ -52,7 +54,7 @@ def share_keys(heads: Heads, groups: int, calibration: Calibration, reach: int) 
 
 
 def commuting_maps(heads: Heads, groups: int, calibration: Calibration) -> Tensor:
-    """Return the best maps ``[g, d, d]`` that commute with every rope rotation."""
+    """Return the maps ``[g, d, d]`` with the least error among those that commute with every rotation."""
     channels = torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device).expand(groups, -1, -1)
     parts = zip(keys_of(heads, calibration), key_parts(heads, channels), strict=True)
     pairs, free = (factorise(part, groups, calibration).expanded(rows) for part, rows in parts)
@@ -61,15 +63,15 @@ def commuting_maps(heads: Heads, groups: int, calibration: Calibration) -> Tenso
 
 
 def _best_mix(maps: Tensor, metric: Tensor, distances: Distances) -> Tensor:
-    """Return each old head's contribution to the best shared keys for these maps: ``[r, f, d, d]``."""
+    """Return matrices ``[r, f, d, d]`` whose products with the old keys add up to the best shared keys."""
     asked = maps.mT @ metric
     return _solved(distances.rotated_back((asked @ maps).sum(1))[:, None], distances.rotated_back(asked))
 
 
 def _best_maps(mix: Tensor, products: Tensor, distances: Distances) -> tuple[Tensor, Tensor]:
-    """Return the best maps for the shared keys of ``mix``, ``[r, f, d, d]``.
+    """Return the best maps ``[r, f, d, d]`` from shared keys, which ``mix`` combines from the old keys.
 
-    The second result is the moment of old with shared keys, averaged over rope's rotations.
+    The second result is the cross moment of old and shared keys, averaged over rope's rotations.
     """
     across = torch.einsum("rfdje,rjae->rfda", products, mix)
     inside = torch.einsum("rfad,rfdb->rab", mix, across)
@@ -78,7 +80,7 @@ def _best_maps(mix: Tensor, products: Tensor, distances: Distances) -> tuple[Ten
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a^-1 b`` for positive ``a`` ``[..., n, n]``; finite even if ``a`` is singular."""
+    """Return ``a^-1 b`` for positive semidefinite ``a`` ``[..., n, n]``; finite even if a is singular."""
     mean = a.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     little = torch.where(mean > 0, SINGULAR * mean, 1.0)
     return torch.linalg.solve(a + little * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), b)

@@ -1,4 +1,4 @@
-"""Moments of the inputs that keys and values are made from, with each token weighted by its attention."""
+"""Moments of a layer's inputs, in which tokens that get more attention have more weight."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from ..calibration import Calibration
 from ..weights import Heads
 from .embedding import temperature
 
-# Fraction of a token's weight that depends on its attention; the rest is the same for all tokens. Held-out KL
-# in nats of a model of 135M weights (2026-11), by latent channels:
+# Fraction of a token's weight that depends on the attention it gets; the rest is equal for all tokens. KL
+# divergence in nats on held-out text, for a model with 135M weights and two latent widths (2026-11):
 #
 #   fraction                    191 channels  63 channels
 #   0                                  0.206        0.960
@@ -19,14 +19,14 @@ from .embedding import temperature
 #   0.5                                0.187        0.755
 #   0.25, attention unsquared          0.183        0.850
 SHARE = 0.25
-QUERIES = 512  # maximum queries taken from the sample, which has up to 4,096 tokens
+QUERIES = 512  # attention is computed for at most this many queries of the sample of up to 4,096 tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """The weighted mean ``moment`` of ``y y^T``, and a sample of y ``[n, m]`` with its ``weights`` ``[n]``.
+    """Inputs y of a layer, weighted by attention: the mean ``moment`` of ``y y^T``, and a sample of y.
 
-    ``inputs`` and ``weights`` are None if there is no sample.
+    ``inputs`` ``[n, m]`` is the sample and ``weights`` ``[n]`` its weights; both are None without a sample.
     """
 
     moment: Tensor
@@ -35,21 +35,24 @@ class Attended:
 
     @classmethod
     def white(cls, width: int, device: torch.device) -> "Attended":
-        """Return the moment of uncorrelated y of variance 1, for conversions without a text."""
+        """Return the moment of uncorrelated inputs of variance 1, for conversions without a text."""
         return cls(torch.eye(width, dtype=torch.float64, device=device), None, None)
 
     def through(self, rows: Tensor) -> "Attended":
-        """Return the moment and sample of ``rows @ y``."""
+        """Apply a linear map to the inputs: return the moment and sample of ``rows @ y``."""
         inputs = None if self.inputs is None else self.inputs @ rows.T
         return Attended(rows @ self.moment @ rows.T, inputs, self.weights)
 
     def costs(self, metric: Tensor, rows: Tensor) -> Tensor:
-        """Return the mean of ``e^T M e`` over errors ``e = rows_i y`` with metric M, summed over heads i."""
+        """Return the mean cost of errors in heads, summed over the heads.
+
+        Head i has the error ``e = rows[i] @ y`` and the cost ``e^T metric[i] e``.
+        """
         return torch.einsum("gij,gji->", metric, rows @ self.moment @ rows.mT)
 
 
 def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attended:
-    """Weight the inputs of a calibration by the attention they get; without a sample, weight all equally."""
+    """Weight calibration inputs by the attention they get, or all equally if no sample was retained."""
     y = calibration.inputs()
     if y is None:
         return Attended(calibration.moment, None, None)
@@ -64,12 +67,12 @@ def usual_scale(rope: Rope | None, head_dim: int) -> float:
 
 
 def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:
-    """Return the share of attention that each of the inputs ``[n, m + 1]`` gets: ``[n]``, with sum 1.
+    """Return the fraction of attention that each of the inputs ``[n, m + 1]`` gets: ``[n]``, with sum 1.
 
-    Attention is squared and summed over queries and heads, because the error of a token's values reaches the
-    output multiplied by its attention. Queries attend to all inputs, without mask or rope: the sample is not
-    a contiguous sequence, and tokens that attract attention from everywhere, such as first tokens, do so by
-    their content.
+    Attention is squared and summed over queries and heads, because an error in a token's value reaches the
+    output multiplied by the attention weight. Queries attend to all inputs, without mask or rope: the sample
+    is not a contiguous sequence, and tokens that attract attention from all positions, such as first tokens,
+    attract it by their content.
     """
     q = heads.q * scale
     q[:, : heads.rotated] *= temperature(heads)

@@ -15,11 +15,12 @@ from .embedding import Latent, temperature
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """The metrics of errors in keys and values: an error e of KV head i costs ``e^T metric[i] e``.
+    """The cost of errors in keys and values: an error e of KV head i costs ``e^T metric[i] e``.
 
-    ``keys`` ``[g, n, n]`` is the metric of keys that are not rotated, ``values`` ``[g, e, e]`` the metric of
-    values. ``all_keys`` (with rotated keys) and ``all_values`` are the costs of dropping everything. Key and
-    value errors have equal weight relative to them.
+    ``keys`` ``[g, n, n]`` is the metric for key channels without rope, and ``values`` ``[g, e, e]`` is the
+    metric for values. ``all_keys`` is the cost of replacing all keys by zeros, including the rotated ones;
+    ``all_values`` is the same for values. Errors are divided by these costs, so keys and values count
+    equally.
     """
 
     keys: Tensor
@@ -31,12 +32,13 @@ class Cost:
     def of(
         cls, latent: Latent, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int
     ) -> "Cost":
-        """Return the cost ``(q^T e)^2`` in scores, over calibration queries, and ``|O e|^2`` in outputs.
+        """Return a cost that weights key errors by the queries and value errors by the output projection.
 
-        Both are summed over the query heads of a group, as for a merge of heads. ``seen`` are the inputs that
-        keys and values are made from.
+        A key error e costs ``(q^T e)^2``, averaged over the calibration's queries q. A value error costs
+        ``|O e|^2``. Both are summed over the query heads of a group, as in a merge of heads. ``seen`` holds
+        the inputs from which keys and values are computed.
         """
-        # The part of rope's amplitude that scale contains.
+        # The softmax scale contains only this part of rope's amplitude.
         amplitude = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
         q = latent.q_nope * amplitude
         values, rotated = values_of(heads).weights[:, 0], Distances.of(heads, reach).rotated
@@ -63,9 +65,10 @@ class Cost:
         )
 
     def parts(self, whole: Latent, cut: Latent) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return one tuple for keys and one for values: metric, cost of dropping all, and both latents' ups.
+        """Return a tuple for keys and one for values, to compare a truncated latent with the untruncated one.
 
-        The up projections are those of one query head of each group, since the others read the same.
+        A tuple holds the metric, the cost of dropping all keys or values, and the up projections of both
+        latents. Query heads of a group have equal up projections, so only the first head's are returned.
         """
         group = len(whole.k_up) // len(self.keys)
         return [
@@ -74,9 +77,9 @@ class Cost:
         ]
 
     def shares(self, whole: Latent, cut: Latent, seen: Attended) -> list[float]:
-        """Return the cost of replacing ``whole`` by ``cut``, for keys and for values.
+        """Return the cost of replacing the latent ``whole`` by ``cut``, for keys and for values.
 
-        Each is a fraction of the cost of dropping everything.
+        Each result is a fraction of the cost of dropping all keys or all values.
         """
         return [
             max(0.0, relative(seen.costs(metric, up @ whole.down - cut_up @ cut.down), size))

@@ -54,17 +54,19 @@ def converter(
     q_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Return a converter to DeepSeek-V3 for layers of a Llama, Mistral or Qwen2 with this config.json.
+    """Return a layer converter to DeepSeek-V3 for a Llama, Mistral or Qwen2 model.
+
+    ``config`` is the model's config.json.
 
     ``calibrations`` maps a layer index to its calibration; None means :meth:`Calibration.white`, which uses
     only the weights. Computation runs on ``device``, and results are returned on the CPU. The other arguments
-    are those of :func:`gqa_to_deepseek`. Each converted layer carries a complete new config.json, with
-    ``model_type``, and the errors of a :class:`DeepseekLayer`.
+    are those of :func:`gqa_to_deepseek`. Each converted layer comes with a complete new config.json,
+    including ``model_type``, and with the errors listed in :class:`DeepseekLayer`.
 
     Raises:
         CheckpointError: DeepSeek-V3 cannot represent the model or one of its options; the message names it.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`. Biases and a missing text are
-            found only when the converter runs.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`. Unsupported biases and a
+            missing calibration text are detected only when the converter runs.
     """
     _check(config)
     rope, target = (
@@ -99,7 +101,7 @@ def converter(
 
 
 def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Heads:
-    """Return the layer's heads, or raise CheckpointError for weights that cannot be converted."""
+    """Split a layer's weights into heads; raise CheckpointError if they cannot be converted."""
     if small := sorted(name for name, value in weights.items() if value.dtype not in DTYPES):
         dtype = weights[small[0]].dtype
         raise CheckpointError(
@@ -116,9 +118,9 @@ def deepseek_config(
 ) -> dict[str, object]:
     """Return the config.json of the model ``config`` after conversion of its layers to DeepSeek-V3.
 
-    ``state`` and ``rope`` are those of a layer from :func:`gqa_to_deepseek`, which may have been trained
-    since; ``shape`` is the old layer's. A :class:`ConvertedLayer` of a layer's state dict and this config
-    writes it into a checkpoint.
+    ``state`` and ``rope`` are those of a layer that :func:`gqa_to_deepseek` returned, and that you may have
+    trained since. ``shape`` is the old layer's shape. To write the layer into a checkpoint, put its state
+    dict and this config into a :class:`ConvertedLayer`.
 
     Raises:
         CheckpointError: as :func:`converter`.
@@ -136,7 +138,7 @@ def _check(config: Mapping[str, object]) -> None:
             f"got {kind!r}{_instead(kind)}"
         )
     windowed = {
-        # transformers uses 4096 if config.json has no sliding_window.
+        # transformers uses a window of 4096 if config.json has no sliding_window.
         "mistral": config.get("sliding_window", 4096) is not None,
         "qwen2": bool(config.get("use_sliding_window")),
     }
@@ -156,7 +158,7 @@ def _check(config: Mapping[str, object]) -> None:
 
 
 def _instead(kind: object) -> str:
-    """Return the end of the error message for a model type: the obstacle and other conversion targets."""
+    """Explain in an error message why a model type cannot be converted, and name other targets."""
     if not isinstance(kind, str) or kind not in STORED:
         return ""
     if any("k_norm" in ours for _, ours in STORED[kind].weights):
@@ -165,8 +167,8 @@ def _instead(kind: object) -> str:
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys that keep their values, and mixture-of-experts keys for a model without experts."""
-    # Token ids that transformers uses if config.json has none.
+    """Return the config keys that do not change, and mixture-of-experts keys for a model without experts."""
+    # transformers uses these token ids if config.json has none.
     begin, end = (None, None) if config["model_type"] == "qwen2" else (1, 2)
     return {key: config[key] for key in CARRIED if key in config} | {
         "model_type": "deepseek_v3",
@@ -175,7 +177,7 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
         "eos_token_id": config.get("eos_token_id", end),
         "first_k_dense_replace": config["num_hidden_layers"],
         "moe_intermediate_size": config["intermediate_size"],
-        # More than n_group: llama.cpp aborts otherwise, although no layer has experts.
+        # llama.cpp aborts unless this is larger than n_group, although no layer has experts.
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
@@ -186,7 +188,7 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _attention(state: Mapping[str, Tensor], rope: Rope, shape: LayerShape) -> dict[str, object]:
-    """Return the layer sizes, and rope in the formats of transformers 5 and of older versions."""
+    """Return the config keys for layer sizes, and for rope in both transformers 5's and the older format."""
     rank, q = len(state["kv_a_layernorm.weight"]), state.get("q_a_layernorm.weight")
     theta, scaling = {"rope_theta": rope.theta}, _scaling(rope)
     return {
@@ -223,9 +225,9 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
 
 
 def _yarn(yarn: YaRN) -> dict[str, object]:
-    """Return YaRN under Hugging Face's names, without fields that are None.
+    """Return YaRN's parameters under Hugging Face's names, without those that are None.
 
-    ``truncate`` is written only if False, because all loaders truncate by default.
+    ``truncate`` is included only if it is False, because all loaders truncate by default.
     """
     written_below = ("original_max_position", "truncate")
     fields = {

@@ -31,13 +31,13 @@ from .truncation import truncate
 class Target:
     """The sizes of a DeepSeek-V3 layer, and the options of the conversion to it.
 
-    A token stores ``rank + rope_dim`` values. DeepSeek normalises the latent and a grouped-query layer does
-    not, so one of the ``rank`` channels holds a constant so large that the norm depends on almost nothing
-    else. With ``norm="exact"`` this constant is a bias (``attention_bias=True``). ``norm="calibrated"`` needs
-    no bias: the constant is the linear function of the inputs that is closest to 1 over the calibration, and
-    its deviation from 1 becomes a relative error of the token's latent. ``reach`` is as in :func:`fold`.
-    Queries go through ``q_rank`` channels (DeepSeek's q_lora_rank), one of which is such a constant too; None
-    keeps their full rank.
+    The cache stores ``rank + rope_dim`` values per token. DeepSeek normalises the latent and a grouped-query
+    layer does not. Therefore one of the ``rank`` channels holds a constant that is large enough to determine
+    the norm almost alone. With ``norm="exact"``, this constant is a bias (``attention_bias=True``).
+    ``norm="calibrated"`` needs no bias: the constant is the linear function of the inputs that is closest to
+    1 over the calibration, and its deviation from 1 becomes a relative error of the token's latent. ``reach``
+    is the largest distance over which rope errors are averaged. Queries go through ``q_rank`` channels
+    (DeepSeek's q_lora_rank), one of which also holds a constant; None keeps their full rank.
 
     Raises:
         TypeError: a size is not an int.
@@ -49,7 +49,7 @@ class Target:
     reach: int = 2048
     norm: Norm = "exact"
     q_rank: int | None = None
-    reserved: ClassVar[int] = 1  # channels of the latent, and of low-rank queries, that hold the constant
+    reserved: ClassVar[int] = 1  # number of latent (or low-rank query) channels that hold the constant
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
@@ -63,19 +63,19 @@ class Target:
 class DeepseekLayer:
     """A state dict of DeepSeek-V3's attention, its interleaved rope, and the conversion errors.
 
-    ``errors`` are root mean squares over the calibration, relative to the original:
+    ``errors`` are root mean square errors over the calibration, relative to the original layer:
 
     - ``key_error``, ``value_error``: errors of the truncation and the norm, measured by :class:`Cost`, with
-      tokens weighted by their attention.
-    - ``svd_key_error``, ``svd_value_error``: the same for a plain SVD of the weights at the same rank, which
-      serves as a baseline; the layer does not use it.
+      tokens weighted by the attention they get.
+    - ``svd_key_error``, ``svd_value_error``: the same for a plain SVD of the weights at the same rank. This
+      is a baseline for comparison; the layer does not use it.
     - ``query_error``: error of low-rank queries, measured by :class:`QueryCost`; only with ``q_rank``.
     - ``rope_error``: error of the rotated keys, see :func:`fold`.
-    - ``norm_error``: change of the latents by the norm.
-    - ``rounding``: the largest rounding error of a weight to its dtype.
+    - ``norm_error``: how much the norm changes the latents.
+    - ``rounding``: the largest relative error from rounding a weight to its dtype.
 
-    With ``norm="calibrated"``, the errors of keys, values, queries and latents are measured on
-    :meth:`Calibration.inputs`, and are NaN if there are none.
+    With ``norm="calibrated"``, the errors of keys, values, queries and latents are measured on the
+    calibration's sample of inputs, and are NaN without one.
     """
 
     state: Mapping[str, Tensor]
@@ -94,19 +94,21 @@ def gqa_to_deepseek(
     norm: Norm = "exact",
     q_rank: int | None = None,
 ) -> MultiHeadLatentAttention:
-    """Return a new layer whose state dict fits a DeepSeek-V3 checkpoint, like :func:`gqa_to_mla` otherwise.
+    """Convert a grouped-query layer to a new layer whose state dict fits a DeepSeek-V3 checkpoint.
 
-    The rope is ``narrowed(layer.rope, rope_dim)``, with the old layer's ``theta`` and scaling. norm_eps is
-    1e-6 and scale the default. ``norm`` is explained in ``Target``; when you train a layer with ``"exact"``,
-    exclude norm weights and biases from weight decay. ``q_rank`` is DeepSeek's q_lora_rank. None means no
-    q_lora_rank, unless q has a bias and ``norm="exact"``; the rank is then ``hidden_size + 1``.
+    Arguments not explained here are those of :func:`gqa_to_mla`. The new rope has ``rope_dim`` channels and
+    the old layer's ``theta`` and scaling (see ``narrowed``); norm_eps is 1e-6 and the scale is the default.
+    ``Target`` explains ``norm``; when you train a layer with ``"exact"``, exclude norm weights and biases
+    from weight decay. ``q_rank`` is DeepSeek's q_lora_rank. None means no q_lora_rank, unless q has a bias
+    and ``norm="exact"``; the rank is then ``hidden_size + 1``.
 
     Raises:
-        ValueError: a size is out of range, ``rope_dim`` does not divide the rotated channels, the norm is
-            unknown, or ``norm="calibrated"`` has no text or one whose inputs have mean 0.
+        ValueError: a size is out of range, ``rope_dim`` does not divide the number of rotated channels, the
+            norm is unknown, or ``norm="calibrated"`` lacks a calibration text or its inputs have mean 0.
         TypeError: as :func:`mha_to_gqa`, or a size is not an int.
-        NotImplementedError: DeepSeek has no form for the layer: no rope, a scaling that ``narrowed`` refuses,
-            norms of q and k, sinks, softcap, ALiBi, or biases with ``norm="calibrated"``.
+        NotImplementedError: DeepSeek-V3 cannot represent the layer: it has no rope, a rope scaling that
+            ``narrowed`` refuses, norms of q and k, sinks, softcap, ALiBi, or biases with
+            ``norm="calibrated"``.
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=1, mask=CAUSAL, rope=Rope(8))
     >>> x = torch.randn(1, 9, 64)
     >>> torch.testing.assert_close(gqa_to_deepseek(layer, 8 + 1, rope_dim=8)(x), layer(x))
@@ -128,11 +130,12 @@ def to_deepseek(
     scale: float,
     calibration: Calibration | None,
 ) -> DeepseekLayer:
-    """Return the converted weights of :func:`gqa_to_deepseek`, given a layer's ``state`` and its heads.
+    """Convert a layer's weights like :func:`gqa_to_deepseek`, given its state dict and its heads.
 
-    The weights keep the dtype of ``state``. ``scale`` is the old layer's, and is folded into q.
+    The new weights have the dtype of ``state``. ``scale`` is the old layer's softmax scale, which is folded
+    into q.
 
-    Raises: as :func:`gqa_to_deepseek`, as far as weights alone can show.
+    Raises: as :func:`gqa_to_deepseek`, except for errors that need the layer itself.
     """
     check_latent_heads(heads)
     if heads.rope is None:
@@ -168,9 +171,9 @@ def to_deepseek(
 def _queries(
     cost: QueryCost, target: Target, dtype: torch.dtype
 ) -> tuple[QueryProjection, Constant, dict[str, float]]:
-    """Return the queries at the target rank, the constant beside their channels, and the query error.
+    """Return the low-rank queries, the constant channel beside them, and the error they cause in scores.
 
-    Without a target rank, the queries keep their full rank and no error is reported.
+    If the target has no ``q_rank``, the queries keep their full rank and no error is reported.
     """
     row = constant_row(target.norm, cost.calibration.moment, dtype)
     if target.q_rank is None:
@@ -183,7 +186,7 @@ def _queries(
 
 
 def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_dim: int, width: int) -> None:
-    """Raise if no layer of these sizes can be converted to ``target``, whatever its weights.
+    """Raise an error if a layer with the given rope and sizes cannot be converted to ``target``.
 
     Raises: as :func:`gqa_to_deepseek`.
     """
@@ -197,9 +200,9 @@ def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_
 
 
 def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent, Constant, dict[str, float]]:
-    """Return the latent at this rank, its constant, and its key and value errors.
+    """Truncate a latent to ``rank``; return it with its constant channel and its key and value errors.
 
-    The errors include those of a plain SVD of the weights as a baseline.
+    The errors include those of a plain SVD of the weights, as a baseline.
     """
     white = Attended.white(whole.down.shape[1], whole.down.device)
     plain = _sized_cut(
@@ -215,9 +218,10 @@ def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent
 
 
 def _sized_cut(latent: Latent, rank: int, of: Attended, cost: Cost, seen: Attended) -> Latent:
-    """Truncate a latent by its cost over ``of``, and scale it to a mean square near 1 over ``seen``.
+    """Truncate a latent, and scale it to a mean square near 1.
 
-    The scale is a power of two, which loses no bit.
+    The inputs ``of`` determine which directions are retained, and the inputs ``seen`` determine the scale.
+    The scale is a power of two, so nothing is rounded.
     """
     if rank < len(latent.down):
         latent = truncate(latent, rank, of, cost)

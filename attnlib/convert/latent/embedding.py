@@ -1,4 +1,4 @@
-"""Conversion of a grouped-query layer to a latent layer: exact, or with rope confined to few channels."""
+"""Conversion of a grouped-query layer to a latent layer: exact, or with rope on only a few channels."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,9 @@ from ..weights import Heads, rows_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latent:
-    """The weights of a latent layer head by head, in fp64, with biases as last columns as in :class:`Heads`.
+    """The weights of a latent layer, split by heads, in fp64.
+
+    The inputs have m channels; if a matrix has m + 1 columns, the last one is its bias.
 
     - ``q`` ``[h, d, m + 1]``: the old queries.
     - ``to_nope`` ``[h, n, d]``: map from q to the query channels that are not rotated.
@@ -22,8 +24,8 @@ class Latent:
     - ``down`` ``[r, m + 1]``: map from the inputs to the latent.
     - ``k_rope`` ``[p, m + 1]``: map from the inputs to the rotated key.
     - ``k_up`` ``[h, n, r]``, ``v_up`` ``[h, e, r]``: maps from the latent to the other keys and to values.
-    - ``q_down`` ``[k, m]``: map from the inputs to the channels of low-rank queries. If it is given, q reads
-      these channels and is ``[h, d, k + 1]``.
+    - ``q_down`` ``[k, m]``: map from the inputs to the k channels of low-rank queries. If it is given, q maps
+      from these channels instead of the inputs and is ``[h, d, k + 1]``.
     """
 
     q: Tensor
@@ -38,20 +40,21 @@ class Latent:
 
     @property
     def q_nope(self) -> Tensor:
-        """Rows of the query channels that are not rotated: ``[h, n, m + 1]``."""
+        """The map from inputs to the query channels that are not rotated: ``[h, n, m + 1]``."""
         return self.to_nope @ self.q
 
     @property
     def q_rope(self) -> Tensor:
-        """Rows of the rotated query channels: ``[h, p, m + 1]``."""
+        """The map from inputs to the rotated query channels: ``[h, p, m + 1]``."""
         return self.to_rope @ self.q
 
 
 def embed(heads: Heads) -> Latent:
-    """Return an exact latent layer of rank ``g * (2 * d - p)`` with ``g * p`` rotary channels.
+    """Convert the heads of a grouped-query layer to a latent layer that computes exactly the same.
 
-    ``p`` is the number of channels of a head that rope rotates. If it rotates all of them, the latent holds
-    only the values and its rank is ``g * d``; without rope the rank is ``2 * g * d``.
+    With g KV heads of d channels, p of which rope rotates, it has rank ``g * (2 * d - p)`` and ``g * p``
+    rotary channels. If rope rotates all channels, the latent holds only the values and its rank is ``g * d``;
+    without rope the rank is ``2 * g * d``.
     """
     g, pairs = len(heads.k), heads.rotated // 2
     bases = torch.eye(g, dtype=torch.complex128, device=heads.k.device).expand(pairs, g, g)
@@ -59,17 +62,17 @@ def embed(heads: Heads) -> Latent:
 
 
 def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """Return a latent layer with ``rope_dim`` rotary channels, and its loss; the rest is not rotated.
+    """Return a latent layer that rotates only ``rope_dim`` key channels, and the error that this causes.
 
     Rope multiplies each pair of channels, seen as a complex number, by a phase. The phase of pair c is the
     same in all heads, so any unitary matrix may mix pair c across heads (Meng et al., 2025, TransMLA, arXiv
-    2502.07864: RoRoPE). Principal components of the keys, pair by pair, concentrate them in few channels. The
-    components that would lose most without rotation keep it. This loss is the mean squares of keys and
-    queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) times the rotation of the pair, ``1 - mean cos(w *
-    distance)`` over distances up to ``reach``.
+    2502.07864: RoRoPE). For each pair, the principal components over the heads concentrate the keys in few
+    channels. Rotation is kept for the components that would lose most without it. This loss is the product of
+    the mean squares of key and query (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) and of the pair's rotation,
+    ``1 - mean cos(w * distance)`` over distances up to ``reach``.
 
     The second result is the mean square error of the rotated keys over these distances, weighted by queries
-    and relative to their mean square. At distance 0 there is no error.
+    and relative to the keys' mean square. At distance 0 there is no error.
 
     Raises:
         ValueError: ``rope_dim`` is odd, less than 2, or more than the number of rotated channels.
@@ -96,12 +99,13 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
 
 
 def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:
-    """Return a latent layer that rotates only the kept components of the keys.
+    """Return a latent layer that rotates only the ``kept`` components of the keys.
 
-    Pairs of keys form runs ``c`` of f pairs. Component ``a`` of a run is ``y_ca = sum_jg bases[c, a, j, g] *
-    k_gcj``. ``bases`` ``[c, a, j, g]`` is unitary over the pairs j of all heads g, so ``k_gcj = sum_a
-    conj(bases[c, a, j, g]) * y_ca``, and a query reads y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
-    ``kept`` ``[c, a]`` is True for rotated components; pair i of ``rope`` rotates the i-th of them.
+    Every f consecutive channel pairs of the keys form a run ``c``. Component ``a`` of a run is ``y_ca =
+    sum_jg bases[c, a, j, g] * k_gcj``, over its pairs j in all heads g. ``bases`` ``[c, a, j, g]`` is
+    unitary, so ``k_gcj = sum_a conj(bases[c, a, j, g]) * y_ca``, and a query reads y_ca through ``sum_j
+    bases[c, a, j, g] * q_cj``. ``kept`` ``[c, a]`` is True for rotated components; pair i of ``rope`` rotates
+    the i-th of them.
     """
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved
@@ -117,7 +121,7 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     to_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
     k_rope = rows_of(components[kept], interleaved=interleaved)
 
-    # Keys that are no longer rotated: map the lost components back to the pairs of their runs.
+    # Components without rotation become ordinary key channels: map them back to the pairs of their runs.
     lost, component = (~kept).nonzero(as_tuple=True)
     still = (~kept).any(1).nonzero()[:, 0]
     back = rearrange(bases[lost, component][..., owner], "lost j h -> h j lost").conj()
@@ -134,28 +138,28 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     ]
     k_up = torch.nn.functional.pad(torch.stack(k_up), (0, values.shape[-1]))
     v_up = torch.nn.functional.pad(values, (len(down) - values.shape[-1], 0))
-    if not to_nope.shape[1]:  # everything is rotated, but a latent layer needs at least one other channel
+    if not to_nope.shape[1]:  # a latent layer needs at least one key channel that is not rotated
         to_nope, k_up = to_nope.new_zeros(len(old), 1, old.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
     return Latent(heads.q, to_nope, to_rope, down, k_rope, k_up, v_up, rope)
 
 
 def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
-    """Call :func:`assemble` on runs of one pair, ``bases`` ``[c, a, g]``, with rope for the kept pairs."""
+    """Call :func:`assemble` for runs of a single channel pair: ``bases`` is ``[c, a, g]``."""
     pairs = tuple(kept.nonzero()[:, 0].tolist())
     return assemble(heads, bases[:, :, None], kept, select(heads.rope, pairs) if pairs else None)
 
 
 def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:
-    """Return the map ``[h, width, g * width]`` that selects each query head's block from all groups'."""
+    """Return the map ``[h, width, g * width]`` that selects the channels of each query head's own group."""
     mine = torch.nn.functional.one_hot(owner, groups).to(like.dtype)
     eye = torch.eye(width, dtype=like.dtype, device=like.device)
     return torch.einsum("hg,de->hdge", mine, eye).flatten(-2)
 
 
 def temperature(heads: Heads) -> float:
-    """Return the factor that the layer applies to rotated query channels: YaRN's temperature.
+    """Return YaRN's temperature if the layer applies it to rotated query channels, otherwise 1.
 
-    Only layers that rotate part of each head apply it to q; elsewhere it is part of scale, and this is 1.
+    Only layers that rotate a part of each head apply it to q; in others it is part of the softmax scale.
     """
     partial = 0 < heads.rotated < heads.k.shape[1]
     return heads.rope.amplitude**2 if partial else 1.0

@@ -1,4 +1,4 @@
-"""Conversion of a grouped-query layer to a latent layer with ordinary rope, by folding of frequencies."""
+"""Conversion of a grouped-query layer to a latent layer with ordinary rope, by merging frequencies."""
 
 from dataclasses import replace
 
@@ -13,16 +13,16 @@ from .narrowed import narrowed
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
-    """Scale each pair of key channels against its queries, so that all pairs have equal query energy.
+    """Scale each pair of key channels, and its queries inversely, until all queries have equal mean square.
 
-    The layer's output does not change, and errors of all keys then weigh the same in scores. A pair whose
-    queries have little energy becomes small, but never 0.
+    The layer's output does not change. Errors in all key channels then have the same effect on scores. A key
+    pair whose queries are small becomes small, but never 0.
     """
     energy = heads.pairs(calibration.energy(heads.q[:, :, None])[..., None])
     query_energy = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
     if not query_energy.any():
         return heads
-    # Clamped, because the pair may have more energy in another text.
+    # The size is clamped, because queries that are small here may be larger in another text.
     size = (query_energy / query_energy.mean()).clamp(min=1e-6).sqrt()
     size = rows_of(torch.complex(size, size), interleaved=heads.rope.interleaved)  # [g, p, 1]
     size = torch.nn.functional.pad(size, (0, 0, 0, heads.k.shape[1] - heads.rotated), value=1.0)
@@ -30,17 +30,20 @@ def even_queries(heads: Heads, calibration: Calibration) -> Heads:
 
 
 def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """Return a latent layer with ``rope_dim`` rotary channels under an ordinary rope, and its loss.
+    """Return a latent layer whose rotary channels have an ordinary rope, and the error that this causes.
 
-    With f the ratio of old to new rotary width, pair i rotates like pair ``f * i`` of the old rope, see
-    :func:`narrowed`. Each run of f pairs, over all heads, keeps one rotated component and loses the rotation
-    of the rest (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). The component is a unitary mix of
-    the run's ``f * g`` complex numbers, chosen for the least mean square error of keys over distances up to
-    ``reach``. For f = 1 this is the first principal component; for f > 1, pairs that drift out of phase with
-    the run's first pair within reach count less.
+    The layer has ``rope_dim`` rotary channels.
 
-    The loss is the mean square error of rotated keys, relative to their mean square; at distance 0 there is
-    none. After :func:`even_queries` the loss weights keys as scores do.
+    Let f be the number of old rotary channels for each new one. New pair i rotates like pair ``f * i`` of the
+    old rope, see :func:`narrowed`. Each run of f old pairs, over all g heads, keeps one rotated component;
+    the rest is no longer rotated (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). The component is
+    a linear combination of the run's ``f * g`` complex numbers, chosen for the least mean square error of
+    keys over distances up to ``reach``. For f = 1 it is the first principal component. For f > 1, pairs that
+    drift out of phase with the run's first pair within reach count less.
+
+    The second result is the mean square error of the rotated keys over these distances, relative to their
+    mean square. At distance 0 there is no error. After :func:`even_queries`, keys are weighted by their
+    effect on scores.
 
     Raises:
         ValueError, NotImplementedError: as :func:`narrowed`.
@@ -50,8 +53,8 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     keys = rearrange(heads.pairs(heads.k), "g (c j) m -> c (j g) m", c=runs[0])
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
     speeds = rope.inverse_frequencies(device=keys.device).double().unflatten(0, runs)
-    # Mean over distances of the error: E |rotated - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u, where u is
-    # the kept direction.
+    # Averaged over distances, the error is E |rotated - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u, where u
+    # is the direction that keeps its rotation.
     alike = (
         _mean_cos(speeds - speeds[:, :1], reach)
         - _mean_cos(speeds[:, :1], reach)

@@ -1,10 +1,11 @@
 """Conversion of grouped-query to latent attention: embed exactly, concentrate rope, truncate the latent.
 
-Every grouped-query layer is a latent layer. The latent holds all values and the keys that are not rotated.
-The single rotary key holds the rotated keys of all heads side by side; each query reads its own group's and
-has zeros for the others. The cache keeps its size. Concentrating rope mixes the rotary keys of the heads pair
-by pair, keeps the components that matter, and moves the rest, unrotated, into the latent. Truncation keeps
-the directions of the latent that its inputs use.
+Every grouped-query layer can be written as a latent layer with a cache of the same size. The latent holds all
+values and the key channels without rope. The single rotary key holds the rotated key channels of all heads
+side by side; each query has zeros for the heads of other groups. Two steps then reduce the size.
+Concentrating rope mixes the rotary keys of the heads pair by pair, keeps the components that matter most, and
+moves the rest, without rotation, into the latent. Truncation keeps the directions of the latent that matter
+most.
 """
 
 from collections.abc import Mapping
@@ -40,20 +41,20 @@ def gqa_to_mla(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> MultiHeadLatentAttention:
-    """Return a new latent layer made from a grouped-query layer, which does not change.
+    """Convert a grouped-query layer to a new latent layer; the old layer does not change.
 
-    A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all ``g *
-    layer.rope.dim`` rotary channels, and None for ``rank`` keeps the whole latent; with both, the layer
-    computes the same function (see ``embed``). Otherwise see ``concentrate`` and ``truncate``. None for
-    ``calibration`` means :meth:`Calibration.white`, which uses only the weights. ``q_rank`` makes the queries
-    low-rank (see ``low_rank``) and becomes q_lora_rank.
+    The cache stores ``rank + rope_dim`` values per token instead of ``2 * g * d`` (g KV heads of d channels).
+    ``rope_dim=None`` keeps all ``g * layer.rope.dim`` rotary channels, and ``rank=None`` does not truncate
+    the latent; if both are None, the new layer computes the same function. ``concentrate`` and ``truncate``
+    explain smaller sizes. ``calibration=None`` means :meth:`Calibration.white`, which uses only the weights.
+    ``q_rank`` makes the queries low-rank (see ``low_rank``) and becomes q_lora_rank.
 
     The weights have DeepSeek-V3's names. DeepSeek normalises latents and a grouped-query layer does not, so
-    the norm is made an identity: with ``eps = 2 ** 100`` it divides by ``2 ** 50``, and its weight undoes
-    that, to the last bit for latents below ``2 ** 23`` (see ``identity_eps``; such a large weight hardly
-    learns). A bias of q becomes a bias of q_proj or q_b_proj, which MultiHeadLatentAttention itself never
-    creates. ``rope`` is a ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old
-    layer's.
+    the norm is made an identity. With ``eps = 2 ** 100`` it divides by ``2 ** 50``, and its weight multiplies
+    by the same number; this is exact to the last bit for latents below ``2 ** 23`` (see ``identity_eps``),
+    but such a large weight hardly learns. A bias of q becomes a bias of q_proj or q_b_proj, which
+    MultiHeadLatentAttention itself never creates. ``rope`` is a ``SelectedRope``. Mask, scale, dropout,
+    backend, dtype and mode are those of the old layer.
 
     Raises:
         ValueError: a rank, rope_dim, q_rank or reach is out of range, or the calibration has another width.
@@ -93,9 +94,11 @@ def to_latent(
     q_rank: int | None = None,
     scale: float | None = None,
 ) -> Latent:
-    """Return the weights of a :func:`gqa_to_mla` layer; ``scale`` None means the usual softmax scale.
+    """Convert heads to the weights of a latent layer, with the options of :func:`gqa_to_mla`.
 
-    Raises: as :func:`gqa_to_mla`, as far as weights alone can show.
+    ``scale`` is the layer's softmax scale; None means the usual one.
+
+    Raises: as :func:`gqa_to_mla`, except for errors that need the layer itself.
     """
     check_latent_heads(heads)
     check_count("reach", reach, least=1)
@@ -121,7 +124,7 @@ def to_latent(
 
 
 def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple[Latent, float]:
-    """Return the latent with queries of this rank, and the relative error of their scores.
+    """Return the latent with queries of rank ``q_rank``, and the relative error that this causes in scores.
 
     Raises:
         ValueError: ``q_rank`` is more than the queries can use.
@@ -135,18 +138,18 @@ def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple
 def whole_latent(
     heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int
 ) -> tuple[Latent, float]:
-    """Return the latent with ``rope_dim`` rotary channels, or all if None, and :func:`concentrate`'s loss."""
+    """Return the untruncated latent with ``rope_dim`` rotary channels (None: all), and its rope error."""
     if rope_dim in (None, len(heads.k) * heads.rotated):
         return embed(heads), 0.0
     return concentrate(heads, rope_dim, calibration, reach=reach)
 
 
 def identity_eps(dtype: torch.dtype) -> float:
-    """Return the eps that makes kv_a_layernorm an identity; the square root of eps is the norm weight.
+    """Return an eps so large that the latent's norm, with ``sqrt(eps)`` as its weight, changes nothing.
 
-    The root is a power of two that the dtype can represent, and the latent's mean square vanishes beside eps.
-    fp16 can represent ``2 ** 15``, which is enough for latents below ``2 ** 7``. A converted layer of another
-    dtype must not be cast to fp16.
+    Beside eps, the latent's mean square vanishes in rounding. The root is a power of two that the dtype can
+    represent. In fp16 this is ``2 ** 15``, which is enough for latents below ``2 ** 7``. A converted layer of
+    another dtype must not be cast to fp16.
     """
     return 2.0**30 if dtype == torch.float16 else 2.0**100
 
@@ -154,21 +157,20 @@ def identity_eps(dtype: torch.dtype) -> float:
 def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a latent layer's state dict under DeepSeek-V3's names, from ``latent`` and the old state dict.
 
-    The new kv_a_proj_with_mqa and o_proj have biases if the old k_proj or o_proj has one, and the query
-    projection has one if q_proj has. Low-rank queries get a norm too. All weights have the dtype of
-    ``state``.
+    If the old k_proj or o_proj has a bias, both kv_a_proj_with_mqa and o_proj get one. The query projection
+    has a bias if q_proj has one. Low-rank queries also get a norm. All weights have the dtype of ``state``.
     """
     return rounded(latent_state(latent, state), state["q_proj.weight"].dtype)[0]
 
 
 def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
-    """Return the weights rounded to ``dtype``, and the largest relative rounding error of a weight."""
+    """Round weights to ``dtype``; return them with the largest relative rounding error of a weight."""
     stored = {name: value.to(dtype, copy=True) for name, value in state.items()}
     return stored, max(relative((value - stored[name]).norm(), value.norm()) for name, value in state.items())
 
 
 def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of :func:`join` before rounding; weights from an fp64 ``latent`` are fp64."""
+    """Return a latent layer's state dict like :func:`join`, but do not round the weights of ``latent``."""
     dtype = state["q_proj.weight"].dtype
     q, down = (
         torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1),
@@ -196,9 +198,9 @@ def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_latent(layer: nn.Module) -> None:
-    """Raise unless ``layer`` is a grouped-query layer without softcap and ALiBi.
+    """Raise an error unless ``layer`` is a grouped-query layer without softcap and ALiBi.
 
-    Norms and sinks are left to :func:`check_latent_heads`.
+    :func:`check_latent_heads` checks for norms and sinks.
 
     Raises: as :func:`gqa_to_mla`.
     """
@@ -208,11 +210,11 @@ def check_latent(layer: nn.Module) -> None:
 
 
 def check_latent_heads(heads: Heads) -> None:
-    """Raise NotImplementedError for norms of q and k, and for sinks.
+    """Raise NotImplementedError if the old layer has norms of q and k, or sinks.
 
-    A norm divides the key of each token by a size of its own, which no linear map of a latent can do.
-    Dividing all keys by a typical size loses more than latents of a fifth of the rank do, as measured in
-    docs/conversion.md.
+    A norm divides the key of each token by a different number, which no linear map of a latent can do.
+    Dividing all keys by one typical size instead loses more than truncating the latent to a fifth of its
+    rank, as measured in docs/conversion.md.
 
     Raises:
         NotImplementedError: the heads have norms or sinks.
@@ -236,7 +238,7 @@ def latent_layer(
     norm_eps: float,
     scale: float | None,
 ) -> MultiHeadLatentAttention:
-    """Return a latent layer with these weights, which imply its sizes, and the other options of ``layer``."""
+    """Return a latent layer with the weights and sizes of ``state`` and the options of ``layer``."""
     weight, rank = layer.q_proj.weight, len(state["kv_a_layernorm.weight"])
     new = MultiHeadLatentAttention(
         layer.hidden_size,

@@ -1,4 +1,4 @@
-"""Errors of a DeepSeek-V3 layer's keys and values as scores and outputs see them, latent norm included."""
+"""Errors of a DeepSeek-V3 layer's keys and values, weighted by their effect, including the latent norm."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,17 +11,18 @@ from .cost import Cost, relative
 from .embedding import Latent
 from .norm import Constant
 
-BASELINE = "svd_"  # prefix for the errors of a baseline, not of the layer
+BASELINE = "svd_"  # prefix of errors that a plain SVD of the weights would have, reported for comparison
 MEASURED = ("key_error", "value_error", "norm_error")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Losses:
-    """The loss of latents that approximate the ``whole`` latent, weighted by ``cost``.
+    """Measures the errors of truncated latents compared with the untruncated latent ``whole``.
 
-    The coordinates are those of the whole latent, so ``whole.down`` is the identity. ``seen`` holds whole
-    latents, and ``ones`` ``[n]`` the constant channel beside each of its samples. The up projections are
-    those of one query head of each group, since the others read the same.
+    ``cost`` weights errors of keys and values. Everything is in the coordinates of the untruncated latent, so
+    ``whole.down`` is the identity. ``seen`` holds the moment and a sample of untruncated latents. ``ones``
+    ``[n]`` holds the value of the constant channel (norm.py) for each sample. Query heads of a group have
+    equal up projections, so only those of each group's first query head are stored.
     """
 
     whole: Latent
@@ -32,7 +33,7 @@ class Losses:
 
     @classmethod
     def of_inputs(cls, whole: Latent, cost: Cost, seen: Attended, constant: Constant) -> "Losses":
-        """Return the losses in the coordinates of ``whole``, where moments are much smaller matrices."""
+        """Build the measure in the coordinates of ``whole``, whose moments are smaller than the inputs'."""
         group = len(whole.k_up) // len(cost.keys)
         eye = torch.eye(len(whole.down), dtype=whole.down.dtype, device=whole.down.device)
         inner = replace(whole, down=eye, k_up=whole.k_up[::group], v_up=whole.v_up[::group])
@@ -40,18 +41,18 @@ class Losses:
         return cls(inner, cost, seen.through(whole.down), constant, ones)
 
     def beside(self, cut: Latent) -> Constant:
-        """Return the constant with the best size beside these latents."""
+        """Scale the constant channel beside the truncated latent so that the norm changes latents least."""
         if self.ones is None or self.constant.is_bias:
             return self.constant
         return self.constant.steadied(self.seen.inputs @ cut.down.T, self.ones, self.seen.weights)
 
     def of(self, cut: Latent, constant: Constant) -> dict[str, float]:
-        """Return ``key_error``, ``value_error`` and ``norm_error``.
+        """Return ``key_error``, ``value_error`` and ``norm_error`` of a truncated latent.
 
-        All are NaN if the constant is not a bias and no inputs are known.
+        All three are NaN if the constant channel is not a bias and there is no sample of inputs.
         """
         if constant.is_bias:
-            # Latents pass the norm unchanged, so second moments suffice.
+            # The norm does not change the latents, so their second moments suffice.
             return _named(*self.cost.shares(self.whole, cut, self.seen), 0.0)
         if self.ones is None:
             return dict.fromkeys(MEASURED, math.nan)
@@ -59,7 +60,7 @@ class Losses:
         return self._by_inputs(cut, latents, constant.factors(latents, self.ones))
 
     def _by_inputs(self, cut: Latent, latents: Tensor, factors: Tensor) -> dict[str, float]:
-        """Return the errors for a norm that multiplies each latent by its own factor."""
+        """Return the errors if the norm multiplies each token's latent by a different factor."""
         passed, weights, shares = latents * factors[:, None], self.seen.weights, []
         for metric, size, up, cut_up in self.cost.parts(self.whole, cut):
             missed = torch.einsum("tr,gir->tgi", self.seen.inputs, up) - torch.einsum(
@@ -71,5 +72,5 @@ class Losses:
 
 
 def _named(*shares: float) -> dict[str, float]:
-    """Return the roots of these relative mean squares, under the names in MEASURED."""
+    """Return the square roots of relative mean square errors, under the names in MEASURED."""
     return {name: max(share, 0.0) ** 0.5 for name, share in zip(MEASURED, shares, strict=True)}

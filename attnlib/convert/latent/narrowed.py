@@ -1,4 +1,4 @@
-"""A narrower rope whose pairs rotate like every f-th pair of another rope, in DeepSeek's config format."""
+"""A rope with fewer channels whose pairs rotate like every f-th pair of a given rope, for DeepSeek-V3."""
 
 import math
 from dataclasses import replace
@@ -8,21 +8,21 @@ import torch
 from ...rope.rope import Rope, yarn_ramp
 from ...rope.scaling import Linear, Llama3, YaRN
 
-ROUNDING = 1e-6  # relative tolerance for inverse frequencies in fp32: a few units in the last place
+ROUNDING = 1e-6  # relative tolerance when comparing inverse frequencies, a few fp32 rounding errors
 
 
 def narrowed(rope: Rope, dim: int) -> Rope:
     """Return the interleaved rope of ``dim`` channels whose pair i rotates like pair ``f * i`` of ``rope``.
 
-    ``f`` is ``rope.dim / dim``. Without scaling the frequencies agree, because ``theta ** (-2 * i / dim) =
-    theta ** (-2 * f * i / rope.dim)``. Linear and Llama 3 scaling depend only on the frequency. YaRN has a
-    ramp over the pairs, whose ends are given as numbers of rotations. Corresponding pairs of both ropes
-    rotate equally often, so the ends keep their numbers, unless rounding to whole pairs moves them. YaRN's
-    temperature is stored as in DeepSeek's config, for all channels: in ``latent_scale``, not ``amplitude``.
+    ``f`` is ``rope.dim / dim``. Without scaling, the frequencies agree because ``theta ** (-2 * i / dim) =
+    theta ** (-2 * f * i / rope.dim)``. Linear and Llama 3 scaling depend only on the frequency, so they do
+    not change. YaRN interpolates along a ramp over the pairs, whose ends are given as numbers of rotations.
+    These numbers do not change either, unless rounding to whole pairs moves the ends. YaRN's temperature
+    applies to all channels, as in DeepSeek's config: it is in ``latent_scale``, not in ``amplitude``.
 
     Raises:
         ValueError: ``dim`` is not even or does not divide the number of channels that ``rope`` rotates.
-        NotImplementedError: DeepSeek's config has no such scaling, or cannot represent the ramp.
+        NotImplementedError: DeepSeek's config cannot represent the rope's scaling or YaRN's ramp.
     """
     if dim < 2 or dim % 2 or rope.dim % dim:
         raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {dim}")
@@ -43,10 +43,10 @@ def narrowed(rope: Rope, dim: int) -> Rope:
 
 
 def _ramp(rope: Rope, yarn: YaRN, dim: int) -> YaRN:
-    """Return YaRN for ``dim`` channels, with its ramp from and to an f-th of the pairs that ``rope`` has.
+    """Return YaRN for ``dim`` channels, with both ends of the ramp at 1 / f of their old pair indices.
 
-    If the new ends are whole pairs, rounding finds them from the old numbers of rotations, which are then
-    kept: vLLM and llama.cpp always round, and llama.cpp assumes YaRN's own numbers, 32 and 1, for every file.
+    If rounding the old numbers of rotations gives these ends, the numbers do not change. This is preferable,
+    because vLLM and llama.cpp always round, and llama.cpp assumes YaRN's defaults, 32 and 1, for every file.
     """
     f, new = rope.dim // dim, replace(yarn, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
     low, high = (pair / f for pair in yarn_ramp(rope, yarn))

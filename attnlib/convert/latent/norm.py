@@ -1,8 +1,8 @@
-"""The constant channel with which a latent passes DeepSeek's norm almost unchanged.
+"""A constant channel beside a latent, so large that DeepSeek's norm leaves the latent almost unchanged.
 
-The norm divides by the size of all channels. One channel, ``B c``, is so large that this size is ``B c /
-sqrt(rank)`` and hardly depends on the other channels, which come out divided only by c. With biases, c is 1.
-Without them, c is the linear function of the inputs that is closest to 1.
+The norm divides by the root mean square of all channels. One channel, ``B c``, is so large that this is about
+``B c / sqrt(rank)``, whatever the other channels are; apart from fixed factors, they are divided only by c.
+With biases, c is 1. Without biases, c is the linear function of the inputs that is closest to 1.
 """
 
 import math
@@ -15,18 +15,19 @@ from torch import Tensor
 
 Norm = Literal["exact", "calibrated"]
 NORM_EPS = 1e-6  # eps of DeepSeek's latent norm, which ignores config.json's rms_norm_eps
-LEAST = 1e-3  # smallest accepted mean of c; inputs with mean 0 allow no c near 1
-RIDGE = 1e-10  # least ridge, relative to each channel's mean square; coarser dtypes use their eps squared
+LEAST = 1e-3  # smallest permitted mean of c; if the inputs have mean 0, no linear function is near 1
+RIDGE = 1e-10  # smallest ridge relative to each channel's mean square; coarse dtypes use their eps squared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A latent channel c that is constant, or nearly so: ``row`` ``[m + 1]``, stored ``size`` times as large.
+    """A latent channel ``size * c`` that makes the latent norm divide by nearly the same number everywhere.
 
-    The latent has ``width`` channels, including c. The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width +
-    eps)``. For c = 1 its relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512 channels of mean
-    square 1, and ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two and lose nothing in any
-    dtype. ``weight_scale``, 0.7 to 1.5 times ``level``, is folded into the weights behind the norm.
+    ``row`` ``[m + 1]`` computes c, which is 1 or close to 1, from the inputs. The latent z and this channel
+    together have ``width`` channels, so the norm divides by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``. For
+    c = 1 the relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512 channels of mean square 1, and
+    ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two, so they cause no rounding.
+    ``weight_scale``, 0.7 to 1.5 times ``level``, is folded into the weights that follow the norm.
     """
 
     row: Tensor
@@ -36,9 +37,9 @@ class Constant:
 
     @classmethod
     def of(cls, row: Tensor, width: int, dtype: torch.dtype) -> "Constant":
-        """Return the constant with the largest size that suits ``dtype``.
+        """Return the constant channel with the largest size that ``dtype`` permits.
 
-        fp16 must also represent the row, c, and latents divided by the norm weight.
+        In fp16 the size is smaller, since the row, c and latents divided by the norm weight must fit too.
         """
         size = 2.0**20
         if dtype == torch.float16:
@@ -59,18 +60,19 @@ class Constant:
         return self.level * self.size / self.width**0.5 / self.norm_weight
 
     def factors(self, latents: Tensor, ones: Tensor) -> Tensor:
-        """Return the factors ``[n]`` that remain when latents ``[n, r]`` pass the norm and it is undone.
+        """Return the factors ``[n]`` by which the norm changes n latents; 1 means no change.
 
-        ``ones`` ``[n]`` are the values of c beside the latents.
+        The norm's typical factor is not included, because the weights that follow the norm undo it. ``ones``
+        ``[n]`` are the values of c for the same tokens.
         """
         others = (latents.square().sum(-1) + self.width * NORM_EPS) / self.size**2
         return self.level * (ones.square() + others).rsqrt()
 
     def steadied(self, latents: Tensor, ones: Tensor, weights: Tensor) -> "Constant":
-        """Return this constant at the size for which the norm changes latents least, at most its own.
+        """Reduce the size of this channel to the value for which the norm changes latents least.
 
-        If c is far from constant, a smaller size gives more weight to the latents' own size, and avoids
-        division by a c near 0.
+        The size never increases. If c is far from constant, a smaller size makes the norm depend more on the
+        latents themselves, and avoids division by a c near 0.
         """
         sizes, best, least = weights * latents.square().sum(-1), self, math.inf
         for halvings in range(round(math.log2(self.size)) + 1):
@@ -84,7 +86,7 @@ class Constant:
 
 
 def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the row ``[m + 1]`` of the constant: the bias, or :func:`nearest_to_one` without biases.
+    """Return the row ``[m + 1]`` that computes the constant: a bias, or :func:`nearest_to_one` without bias.
 
     Raises:
         ValueError: as :func:`nearest_to_one`.
@@ -95,9 +97,10 @@ def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the w ``[m + 1]``, with 0 for the bias, that minimises ``E (w x - 1)^2``.
+    """Return the linear function of the inputs that is closest to 1: a row w ``[m + 1]`` without bias.
 
-    The error includes ``eps^2 * sum w_i^2 E x_i^2`` for rounding w to ``dtype``.
+    It minimises ``E (w x - 1)^2 + eps^2 * sum w_i^2 E x_i^2``; the second term is the error of rounding w to
+    ``dtype``.
 
     Raises:
         ValueError: the inputs have mean 0, so no linear function is near 1.
@@ -119,7 +122,7 @@ INSTEAD = 'use norm="exact"'
 
 
 def check_text(norm: Norm, *, calibrated: bool) -> None:
-    """Raise if the norm needs a calibration on text and there is none.
+    """Raise an error if the norm needs calibration text and there is none.
 
     Raises:
         ValueError: ``norm="calibrated"`` without a text.
@@ -129,7 +132,7 @@ def check_text(norm: Norm, *, calibrated: bool) -> None:
 
 
 def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
-    """Raise if ``state`` has nonzero biases that this norm does not support.
+    """Raise an error if the layer has nonzero biases and the norm does not support biases.
 
     Raises:
         NotImplementedError: biases with ``norm="calibrated"``.

@@ -20,22 +20,23 @@ from .norm import Constant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryProjection:
-    """The queries of all heads from k channels: ``down`` ``[k, m]`` maps inputs to channels, ``rows`` to q.
+    """A low-rank query projection: ``down`` maps inputs to k channels, and ``rows`` maps these to queries.
 
-    ``rows`` is ``[h, d, k + 1]``. Its last column is an offset that all tokens share, and reads no channel.
+    ``down`` is ``[k, m]`` and ``rows`` ``[h, d, k + 1]``. The last column of ``rows`` is an offset that is
+    added to the query of every token, like a bias.
     """
 
     rows: Tensor
     down: Tensor
 
     def of_inputs(self) -> Tensor:
-        """Return the queries as rows over the inputs and a final one: ``[h, d, m + 1]``."""
+        """Multiply both maps into one projection ``[h, d, m + 1]``, whose last column is the bias."""
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
     def scaled(self, calibration: Calibration) -> "QueryProjection":
         """Scale the channels to an average mean square near 1, without changing the queries.
 
-        The scale is a power of two, which loses no bit.
+        The scale is a power of two, so nothing is rounded.
         """
         size = calibration.energy(pad(self.down, (0, 1))[:, None]).mean().sqrt()
         scale = size.log2().round().exp2() if size else size + 1.0
@@ -47,8 +48,8 @@ class QueryProjection:
 class QueryCost:
     """The cost of query errors: an error e of a query that reads KV head i costs ``e^T metric[i] e``.
 
-    ``metric`` is ``[g, d, d]``. The cost is the mean square error of scores, ``(e^T R k)^2`` over keys k and
-    rope rotations R. Keys are weighted by the attention they get, and distances go up to a reach.
+    ``metric`` is ``[g, d, d]``. The cost is the mean square error of scores: the mean of ``(e^T R k)^2`` over
+    keys k, weighted by the attention they get, and over rope rotations R up to a maximum distance.
     """
 
     heads: Heads
@@ -57,16 +58,16 @@ class QueryCost:
 
     @classmethod
     def of(cls, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int) -> "QueryCost":
-        """Return the cost for the queries of a calibration, with equal weight for all tokens.
+        """Return the cost of errors in a calibration's queries, which all have equal weight.
 
-        ``seen`` are the inputs that keys are made from.
+        ``seen`` holds the inputs from which keys are computed.
         """
         keys = Distances.of(heads, reach).rotated(heads.k @ seen.moment @ heads.k.mT)
         gains = amplitudes(heads)
         return cls(heads, gains[:, None] * keys * gains, calibration)
 
     def beside(self, queries: QueryProjection, constant: Constant) -> Constant:
-        """Return the constant with the best size beside these query channels."""
+        """Scale the constant channel beside low-rank queries so that the norm changes them least."""
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
@@ -75,10 +76,10 @@ class QueryCost:
         )
 
     def missed(self, queries: QueryProjection, constant: Constant | None = None) -> float:
-        """Return the error of scores, as a fraction of their root mean square.
+        """Return the root mean square error that low-rank queries cause in scores, relative to the scores.
 
-        With a ``constant`` that is not a bias, the norm multiplies the channels of each token by a different
-        factor. The error is then measured on known inputs, and is NaN if there are none.
+        With a ``constant`` channel that is not a bias, the norm multiplies the channels of each token by a
+        different factor. The error is then measured on a sample of inputs, and is NaN without a sample.
         """
         if constant is None or constant.is_bias:
             lost = self._mean(self.heads.q - queries.of_inputs()).clamp(min=0)
@@ -92,7 +93,7 @@ class QueryCost:
         channels = y[:, :-1] @ queries.down.T
         passed = pad(channels * constant.factors(channels, y @ constant.row)[:, None], (0, 1), value=1.0)
         lost = y.new_zeros(())
-        # Head by head, to save memory.
+        # Looping over heads saves memory.
         for index, (old, new) in enumerate(zip(self.heads.q, queries.rows, strict=True)):
             error = y @ old.T - passed @ new.T
             lost += (error.T @ error / len(y) * self.metric[index // self.heads.group]).sum()
@@ -104,12 +105,12 @@ class QueryCost:
 
 
 def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection:
-    """Return the queries from ``rank`` channels that cost least.
+    """Return the query projection through ``rank`` channels that has the smallest cost.
 
-    Let W be the root of the metric times the query projection, C the moment of the inputs, and U the first
-    singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T W``, and its error is the tail of the
-    spectrum. With ``has_offset``, the part that all tokens share needs no channel; C is then the covariance,
-    and biases are kept.
+    Let W be the square root of the metric times the query projection, C the second moment of the inputs, and
+    U the first ``rank`` left singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T W``, and
+    its error is the sum of the remaining squared singular values. With ``has_offset``, the mean query needs
+    no channel: C is then the covariance, and biases are kept.
 
     At the highest rank that :func:`check_query_rank` allows, the queries do not change.
     """
@@ -128,17 +129,19 @@ def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection
 
 
 def whole_queries(heads: Heads) -> QueryProjection:
-    """Return all queries unchanged, with the inputs as their channels."""
+    """Return the unchanged query projection in low-rank form: its channels are the inputs themselves."""
     eye = torch.eye(heads.q.shape[-1] - 1, dtype=heads.q.dtype, device=heads.q.device)
     return QueryProjection(heads.q, eye)
 
 
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:
-    """Raise if ``q_rank`` is less than 1, or more than these queries of inputs of this ``width`` can use.
+    """Raise an error if ``q_rank`` is less than 1 or exceeds the rank of the full query projection.
+
+    Both limits rise by ``reserved``, the number of channels with another purpose, such as a constant.
 
     Raises:
         TypeError: ``q_rank`` is not an int.
-        ValueError: ``q_rank`` is out of range; ``reserved`` of its channels serve another purpose.
+        ValueError: ``q_rank`` is out of range.
     """
     if q_rank is None:
         return

@@ -1,4 +1,4 @@
-"""The state dict of a DeepSeek-V3 attention layer whose latents pass their norm beside a constant channel."""
+"""The state dict of a DeepSeek-V3 layer in which a constant channel neutralises the latent norm."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,11 @@ def deepseek_state(
     scale: float,
     query_constant: Constant | None = None,
 ) -> dict[str, Tensor]:
-    """Return a DeepSeek-V3 layer's weights before rounding, from those of a grouped-query layer in ``state``.
+    """Return a DeepSeek-V3 layer's weights before rounding, made from ``latent`` and the old ``state``.
 
-    There are biases if the constant is one. ``scale`` is the grouped-query layer's, and its ratio to
-    DeepSeek's default goes into q. Low-rank queries pass their norm beside ``query_constant``.
+    The result has biases if the ``constant`` channel is a bias. ``scale`` is the old layer's softmax scale;
+    its ratio to DeepSeek's default is folded into q. ``query_constant`` is the constant channel that
+    neutralises the norm of low-rank queries.
     """
     o = state["o_proj.weight"]
     q = torch.cat((latent.q_nope, latent.q_rope), 1)
@@ -44,9 +45,10 @@ def deepseek_state(
 
 
 def _low_rank(q: Tensor, down: Tensor, constant: Constant, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of low-rank queries, rows ``[..., k + 1]`` over ``down`` ``[k, m]``, with a norm.
+    """Return the weights of low-rank queries, including their norm.
 
-    The offset that all tokens share reads the constant channel, which is a fixed number after the norm.
+    ``down`` ``[k, m]`` maps inputs to k channels, and ``q`` ``[..., k + 1]`` maps these to queries. The last
+    column of ``q``, a bias, is multiplied by the constant channel, which is a fixed number after the norm.
     """
     seen = torch.tensor(constant.width**0.5, dtype=dtype).item()
     new = {

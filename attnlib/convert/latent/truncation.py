@@ -1,4 +1,4 @@
-"""Truncation of a latent to a lower rank: keep the directions that inputs use and heads read."""
+"""Truncation of a latent to a lower rank: keep the directions that matter most to scores and outputs."""
 
 from dataclasses import dataclass, replace
 
@@ -12,13 +12,13 @@ from .embedding import Latent
 
 
 def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
-    """Return the latent of rank ``rank`` whose key and value errors cost least.
+    """Return the latent of rank ``rank`` with the least costly errors of keys and values.
 
-    Each cost is relative to dropping all keys or all values. Only keys and values made from the latent count;
-    rotary keys do not change. Let C be the moment of the inputs, W the root of the cost times the map from
-    inputs to K and V, and U the first singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T
-    W``; CARE (Zhou et al., 2026, arXiv 2603.17946) writes it as ``U S V^T C^(-1/2)``, which needs an inverse.
-    With ``Cost.plain`` and no text it is a plain SVD of the weights.
+    The costs are relative to dropping all keys or all values. Rotary keys do not pass through the latent and
+    do not change. Let C be the second moment of the inputs, W the square root of the cost metric times the
+    map from inputs to K and V, and U the first ``rank`` left singular vectors of ``W C^(1/2)``. The best
+    approximation is ``U U^T W``. CARE (Zhou et al., 2026, arXiv 2603.17946) writes it as ``U S V^T
+    C^(-1/2)``, which needs an inverse. With ``Cost.plain`` and no text, it is a plain SVD of the weights.
 
     Raises:
         ValueError: ``rank`` is not between 1 and the latent's rank.
@@ -30,10 +30,10 @@ def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """The decomposition of a latent, from which it can be cut to any rank.
+    """The principal directions of a latent, from which it can be truncated to any rank.
 
-    ``root`` ``[r, r]`` comes from :func:`_weighed`. ``basis`` ``[r, r]`` holds the directions, the most
-    important first. ``lost`` ``[r + 1]`` holds the loss at each rank from 0 to r.
+    ``root`` ``[r, r]`` is the square root of the latent's cost metric. ``basis`` ``[r, r]`` holds the
+    directions, the most important first. ``lost`` ``[r + 1]`` holds the loss at each rank from 0 to r.
     """
 
     root: Tensor
@@ -48,7 +48,7 @@ class Spectrum:
         return cls(root, vectors.flip(-1), lost)
 
     def cut(self, latent: Latent, rank: int) -> Latent:
-        """Return ``latent``, from which this was computed, with only the best ``rank`` directions."""
+        """Truncate the latent that was decomposed to its ``rank`` most important directions."""
         basis = self.basis[:, :rank]
         up = torch.linalg.solve_triangular(self.root, basis, upper=True)
         return replace(
@@ -57,9 +57,9 @@ class Spectrum:
 
 
 def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor]:
-    """Return the root R of the cost metric of latents z, and the second moments of ``R z``.
+    """Return the square root R of the cost metric of latents z, and the second moments of ``R z``.
 
-    ``|R z|^2`` is the cost of dropping the keys and values of z.
+    ``|R z|^2`` is the cost of dropping the keys and values that are computed from z.
     """
     group = len(latent.k_up) // len(cost.keys)
     inner = latent.down @ seen.moment @ latent.down.T
@@ -70,9 +70,10 @@ def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor
 
 
 def _relative(up: Tensor, metric: Tensor, whole: Tensor, inner: Tensor) -> Tensor:
-    """Return the metric ``[r, r]`` of latent errors read through ``up`` ``[g, n, r]``, relative to ``whole``.
+    """Return the metric ``[r, r]`` of latent errors that reach keys or values through ``up`` ``[g, n, r]``.
 
-    A small unweighted term gives directions that nothing reads a defined order.
+    It is divided by ``whole``, the cost of dropping all keys or values. A small unweighted term is added, so
+    that directions without any cost have a defined order.
     """
     plain = torch.einsum("gir,gik->rk", up, up)
     size = (plain * inner).sum()
