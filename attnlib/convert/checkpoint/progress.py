@@ -80,7 +80,7 @@ class WorkFolder:
         remove(self.folder)
 
     def abandon(self) -> None:
-        """Remove the folder after a failure, unless it still holds an earlier result that was to be replaced."""
+        """Remove the folder after a failure, unless it still holds an earlier result that was replaced."""
         if self.folder.exists() and not (self.folder / REPLACED).exists():
             remove(self.folder)
 
