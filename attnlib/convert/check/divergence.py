@@ -18,7 +18,7 @@ class Divergence:
         self._target_logits = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, first: int, old: Tensor, new: Tensor) -> None:
-        """Add logits ``[n, words]`` of both models, for the vocabulary slice that starts at ``first``."""
+        """Add both models' logits ``[n, words]`` for the slice of the vocabulary that starts at ``first``."""
         old, new = old.double(), new.double()
         gap = old - new
         self.largest = _larger(self.largest, old)

@@ -26,7 +26,7 @@ Rows = Callable[[int, int], Tensor]
 class Head:
     """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    Operations after the matrix product must treat all words alike, as they do in every known family.
+    Operations after the matrix product must treat all tokens alike, as they do in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):
@@ -66,13 +66,13 @@ class Head:
         return cls(model, {name: lambda first, last, x=x: x[first:last] for name, x in whole.items()})
 
     def take(self, first: int, last: int) -> None:
-        """Load the head's rows for the words ``first`` to ``last - 1``; calls then return their logits."""
+        """Load the head's weights for tokens ``first`` to ``last - 1``; calls then return logits of these."""
         for name, rows in self._rows.items():
-            setattr(self._head, name, None)  # frees the old rows before the new ones are allocated
+            setattr(self._head, name, None)  # free the old rows before new ones are allocated
             setattr(self._head, name, nn.Parameter(rows(first, last), requires_grad=False))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return logits ``[n, words]`` of final hidden states ``[n, m]``."""
+        """Return the logits of the loaded tokens, ``[n, words]``, for final hidden states ``[n, m]``."""
         with torch.no_grad():
             return self._model(inputs_embeds=states[None], use_cache=False).logits[0]
 
@@ -107,7 +107,7 @@ class _StubOutput:
 
 
 def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
-    """Return the stored tensor of a head parameter; without a weight, the head uses the embedding's."""
+    """Return the stored tensor of a head parameter; a head without a weight uses the embedding's."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
         found = [

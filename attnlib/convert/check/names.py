@@ -21,10 +21,10 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
     """Return the tensors that are missing, unexpected or misshapen when transformers loads a folder.
 
     Raises:
-        CheckpointError: transformers rejects config.json, or some of the tensors are missing from which it
-            assembles a larger one.
+        CheckpointError: transformers rejects config.json, or it joins several stored tensors into one and
+            some of them are missing.
     """
-    # Stacked experts would be allocated unless they are on the meta device. transformers accepts
+    # transformers would allocate memory for stacked experts unless they are on the meta device. It accepts
     # device_map="meta" only if accelerate is installed.
     where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
     zero = torch.zeros((), device=where.get("device_map"))

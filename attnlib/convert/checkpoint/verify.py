@@ -29,8 +29,8 @@ def verify_shards(
 def run_check(check: Check | None, folder: Path, errors: Errors) -> dict[str, object]:
     """Run ``check`` and return its entry for the report: its measurements, or why it failed.
 
-    The check gets the ``errors`` that the converter reported for each layer, and can compare them with the
-    errors it finds. Without a check, the entry says ``none``.
+    The check gets the ``errors`` that the converter reported for each layer, to compare them with its own
+    results. Without a check, the entry says ``none``.
     """
     if check is None:
         return {"check": "none"}

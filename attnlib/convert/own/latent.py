@@ -105,7 +105,7 @@ class LatentKind(Kind):
         shape: LayerShape,
         size: int,
     ) -> ConvertedLayer:
-        """Truncate a layer to the rank ``size``; ``spectrum`` may be None for full rank."""
+        """Convert a layer to a latent of rank ``size``; ``spectrum`` may be None for the full rank."""
         latent = layer.whole if size == len(layer.whole.down) else spectrum.cut(layer.whole, size)
         keys, values = layer.cost.shares(layer.whole, latent, layer.seen)
         squares = {"key_error": keys, "value_error": values, "rope_error": layer.rotation_loss}

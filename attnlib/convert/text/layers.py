@@ -120,7 +120,7 @@ class TextLayers:
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Yield a layer with its weights, which are freed at the end of the block.
 
-        Call it with hidden states only; the other arguments are those recorded by :meth:`embedded`.
+        Call the layer with hidden states only; :meth:`embedded` has recorded its other arguments.
         """
         layer = self._layers[index]
         try:
@@ -173,7 +173,7 @@ class TextLayers:
 
 
 def through(module: nn.Module, states: Tensor) -> Tensor:
-    """Return ``module(states)`` without gradients."""
+    """Run a module on hidden states without recording gradients."""
     with torch.no_grad():  # needed here, as each thread has its own grad mode
         return module(states)
 

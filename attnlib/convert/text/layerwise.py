@@ -58,7 +58,7 @@ class TextCalibration:
         return self._states
 
     def go_on(self, index: int, states: list[Tensor]) -> None:
-        """Resume at layer ``index`` with these hidden states as its inputs."""
+        """Continue at layer ``index``, whose input hidden states are ``states``."""
         self._states = None
         self.layers.embedded(self.tokens)  # records the layers' arguments besides hidden states
         self._index, self._last = index - 1, None
