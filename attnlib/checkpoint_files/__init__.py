@@ -1,8 +1,9 @@
 """The only reader of untrusted checkpoint folders, for conversion, loading and training.
 
-A folder holds a config.json and safetensors files. ``folder`` opens only plain files directly in it and reads
-everything but the tensors. ``header`` and ``plain_json`` parse, ``config`` rejects a dangerous config.json,
-and ``finite`` counts NaN and infinities. Sizes are checked before memory is allocated.
+A checkpoint folder holds a config.json and safetensors files. ``folder`` opens only plain files directly in
+the folder and reads everything but the tensors. ``header`` and ``plain_json`` parse file headers and JSON,
+``config`` rejects a dangerous config.json, and ``finite`` counts NaN and infinities. Sizes are checked before
+memory is allocated.
 """
 
 from .errors import CheckpointError

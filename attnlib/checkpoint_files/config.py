@@ -1,4 +1,4 @@
-"""Reject a config.json that asks for code, for other files, or for more weights than the folder can hold."""
+"""Make config.json safe to load: remove names of code, and reject other files and oversized models."""
 
 import math
 import re
@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Mapping
 from .errors import CheckpointError
 from .folder import CONFIG, Checkpoint
 
-CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # name code that a loader would run
+CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # a loader would run the code they name
 PACKED_KEYS = ("quantization_config", "compression_config")
-FILE_KEYS = ("transformers_weights", "configuration_files")  # name other files to read
-# Settings that belong to the caller, not to a folder; transformers would download an implementation by name.
+FILE_KEYS = ("transformers_weights", "configuration_files")  # these keys name other files to read
+# The caller chooses these settings, not the folder: transformers would download an implementation by name.
 CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
-# Flags that a forward pass reads, so that the constructor would not notice a wrong type.
+# Only the forward pass reads these flags, so the constructor would not notice a wrong type.
 FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
 EPSILON = re.compile(r"(.*_)?eps(ilon)?")
-# Counts of Python loops while a model is built.
+# While a model is built, Python loops run as often as these fields say.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
-MOST_LAYERS, MOST_PARTS = 64, 4096  # allowed even if the folder has fewer tensors
-# All other counts are widths of weights and limited by the folder's tensors, except names that are no sizes.
+MOST_LAYERS, MOST_PARTS = 64, 4096  # these counts are allowed even if the folder has fewer tensors
+# All other integers are taken for widths of weights, which the folder's tensors limit, except these names.
 NO_SIZE = re.compile(
     r".*(token|position|window|length|theta|seed|max|interval|factor|period|num_ctx|n_ctx).*"
 )
-MOST_SIZE = 2**20  # allowed even if the folder has fewer elements
+MOST_SIZE = 2**20  # this width is allowed even if the folder has fewer elements
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a folder's config.json without the names of remote code and attention implementations.
 
-    Counts are not limited if the folder was read without its weights.
+    Layer counts and sizes are not limited if the folder was read without its weights.
 
     Raises:
         CheckpointError: weights are packed; a field names other files or an implementation to download; a
@@ -79,7 +79,7 @@ def without(config: Mapping[str, object], drops: Callable[[str], bool]) -> dict[
 
 
 def require_unpacked(config: Mapping[str, object]) -> None:
-    """Raise CheckpointError for packed weights and name the method that packed them."""
+    """Raise CheckpointError if weights are packed (quantized); the message names the method."""
     for key, packed in _fields(config):
         if key in PACKED_KEYS and packed is not None:
             method = packed.get("quant_method") if isinstance(packed, Mapping) else None
@@ -91,7 +91,7 @@ def require_unpacked(config: Mapping[str, object]) -> None:
 
 
 def _most(key: str, tensors: int, elements: int) -> float:
-    """Return the largest allowed count for a field of this name."""
+    """Return the largest integer that config.json may have in the field ``key``."""
     if NO_SIZE.fullmatch(key):
         return math.inf
     if LAYERS.fullmatch(key):
@@ -100,7 +100,7 @@ def _most(key: str, tensors: int, elements: int) -> float:
 
 
 def _fields(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield every field of an object and of the objects inside it."""
+    """Yield every field of a JSON object and of the objects inside it."""
     for key, value in config.items():
         yield key, value
         for part in value if isinstance(value, list) else [value]:

@@ -1,7 +1,7 @@
 """Read a checkpoint folder and validate everything in it before use.
 
 Only plain files directly in the folder are opened. Each has a size limit and must not change between reads.
-Links are refused, with one exception on request: the links of a download cache, which lead from
+Links are refused. On request, links of a download cache are followed: they lead from
 ``snapshots/<revision>`` to a plain file in the ``blobs`` folder next to ``snapshots``.
 """
 
@@ -24,9 +24,9 @@ from .plain_json import parse_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-MAX_CONFIG, MAX_INDEX, MAX_COPIED = 2**20, 64 * 2**20, 256 * 2**20  # bytes
-STRANGE = frozenset('/\\:*?"<>|')  # not allowed in file names on some system
-CHUNK = 2**24  # bytes read at a time, a multiple of every element size
+MAX_CONFIG, MAX_INDEX, MAX_COPIED = 2**20, 64 * 2**20, 256 * 2**20  # largest accepted files, in bytes
+STRANGE = frozenset('/\\:*?"<>|')  # some systems forbid these characters in file names
+CHUNK = 2**24  # read this many bytes at a time; every element size divides it
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,9 +48,9 @@ COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A plain file with its inode, size and modification time, which reveal a later change.
+    """A plain file of a checkpoint; its inode, size and modification time reveal later changes.
 
-    ``path`` is its real location (the target of a cache's link); ``name`` is its name in the folder.
+    ``name`` is its name in the folder, and ``path`` its real location, even if the folder has only a link.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class SourceFile:
     def at(cls, path: Path, *, limit: int | None = None, follow_links: bool = False) -> "SourceFile":
         """Return the file at ``path``, at most ``limit`` bytes long.
 
-        ``follow_links`` also allows the links of a download cache.
+        With ``follow_links``, it may also be a link of a download cache.
 
         Raises:
             CheckpointError: the file is missing, a link, not a plain file, unreadable or too large.
@@ -87,16 +87,16 @@ class SourceFile:
         return digest.hexdigest()
 
     def read(self, start: int = 0, length: int | None = None) -> bytearray:
-        """Return ``length`` bytes from ``start`` on as a new bytearray; None reads to the end."""
+        """Return ``length`` bytes from offset ``start``, or all bytes to the end of the file."""
         buffer = bytearray(self.size - start if length is None else length)
         for _ in self.chunks(start, len(buffer), memoryview(buffer)):
             pass
         return buffer
 
     def chunks(self, start: int, length: int, into: memoryview) -> Iterator[memoryview]:
-        """Yield ``length`` bytes from ``start`` on in parts, each read into the buffer ``into``.
+        """Yield ``length`` bytes from offset ``start`` in pieces, each read into the buffer ``into``.
 
-        A part is valid until the next one is read.
+        Each piece is overwritten when the next one is read.
         """
         with self._open() as file:
             file.seek(start)
@@ -124,20 +124,20 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: its file and its place there."""
+    """A tensor on disk: its file, and its dtype, shape and offset in that file."""
 
     file: SourceFile
     entry: TensorEntry
 
     def load(self) -> Tensor:
-        """Return the tensor in new memory."""
+        """Read the tensor into new memory."""
         shape, dtype = self.entry.shape, self.entry.dtype
         if not self.entry.nbytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.file.read(self.entry.start, self.entry.nbytes), dtype=dtype).view(shape)
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Return the rows ``first`` to ``last - 1``, reading only these."""
+        """Read only the rows ``first`` to ``last - 1`` of the tensor."""
         shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
         row = self.entry.nbytes // shape[0]
         return StoredTensor(
@@ -147,7 +147,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A validated folder: config, tensors by name, shards, files to copy, and names of other files."""
+    """A validated checkpoint folder: its config, its tensors by name, and its files."""
 
     folder: Path
     config: dict[str, Any]
@@ -158,7 +158,7 @@ class Checkpoint:
     left_behind: tuple[str, ...]
     hashes: dict[str, str] = field(
         default_factory=dict, compare=False
-    )  # sha256 of files read so far, by name
+    )  # the sha256 of files read so far, by file name
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -166,7 +166,7 @@ class Checkpoint:
         return self.described_by + self.shards + self.copied
 
     def sha256(self, file: SourceFile, advance: Callable[[int], object] = lambda count: None) -> str:
-        """Return the sha256 of one of the files, which is read only if its hash is not known yet.
+        """Return the sha256 of a file in this folder, and read the file only if its hash is not known yet.
 
         Raises:
             CheckpointError: the file has changed since it was first seen.
@@ -179,7 +179,7 @@ class Checkpoint:
 
 
 def buffer_for(size: int) -> memoryview:
-    """Return a buffer for reading ``size`` bytes: large enough for all of them, but at most CHUNK."""
+    """Return a buffer of ``size`` bytes, or of CHUNK bytes if that is less, to read a file in pieces."""
     return memoryview(bytearray(min(size, CHUNK)))
 
 
@@ -190,7 +190,7 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
     config.json and the files to copy are read; the result has no shards and no tensors.
 
     Raises:
-        CheckpointError: a file is missing, malformed or unsafe; the message names it and the remedy.
+        CheckpointError: a file is missing, malformed or unsafe; the message names the file and a remedy.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source}: expected a folder with a checkpoint, got no folder")
@@ -253,7 +253,7 @@ def _weight_map(index: dict) -> dict[str, str]:
 
 
 def _is_shard_name(name: object) -> bool:
-    """True if ``name`` means the same file directly in the folder on every system."""
+    """True if ``name`` is a safe name for a shard: the same file in the same folder on every system."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode()) > 255:
         return False
     return name.isprintable() and STRANGE.isdisjoint(name) and not name.startswith((".", " "))
@@ -267,7 +267,7 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
 def _agree(entries: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
     """Raise CheckpointError unless a shard holds exactly the tensors that the index lists for it.
 
-    So no tensor can be in two shards.
+    This also ensures that no tensor is in two shards.
     """
     for tensor in sorted(listed - entries.keys()):
         raise CheckpointError(
@@ -303,7 +303,7 @@ def _blob(path: Path) -> Path:
 
 def _open_plain(path: Path):
     try:
-        # Do not follow links, and do not block on a named pipe.
+        # O_NOFOLLOW rejects links, and O_NONBLOCK avoids waiting for a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name}: expected in {path.parent}, and it is missing") from None

@@ -1,9 +1,9 @@
 """Parse and write headers of safetensors files, without reading the tensors.
 
-A file is eight bytes (the header's length, little-endian), the header (JSON) and the tensors in sequence. The
-safetensors package maps whole files: that counts as memory, and the process is killed if someone truncates
-the file. Parsing the header here allows plain reads instead. Every header that safetensors rejects is
-rejected here too.
+A safetensors file starts with eight bytes that give the header's length (little-endian), followed by the
+header (JSON) and all tensors. The safetensors package maps whole files into memory: they count as used
+memory, and the process is killed if someone truncates a file. This parser makes plain reads possible instead.
+It rejects every header that safetensors rejects.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from .errors import CheckpointError
 from .plain_json import parse_object
 
-MAX_HEADER = 100_000_000  # bytes; the limit of the format
+MAX_HEADER = 100_000_000  # the limit of the format, in bytes
 DTYPES = (
     ("BOOL", torch.bool),
     ("U8", torch.uint8),
@@ -40,7 +40,7 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file: dtype, shape, and the byte offset where it starts."""
+    """A tensor's entry in a safetensors header: dtype, shape, and the offset of its first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorEntry:
 
 
 def header_length(first: bytes, size: int, name: str) -> int:
-    """Return the header's length from the ``first`` eight bytes of a file of ``size`` bytes.
+    """Return the length of a header, given the ``first`` eight bytes of its file of ``size`` bytes.
 
     Raises:
         CheckpointError: the file is too short, or the header is longer than the format allows.
@@ -67,7 +67,7 @@ def header_length(first: bytes, size: int, name: str) -> int:
 
 
 def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a file of ``size`` bytes, in file order.
+    """Return the entries of all tensors in a file of ``size`` bytes, in file order.
 
     Raises:
         CheckpointError: the header is not JSON of the expected form; a dtype is unknown or not a whole
@@ -97,7 +97,7 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
 
 
 def make_header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the first bytes of a file with ``entries`` in this order, and the entries with their offsets.
+    """Return the bytes of a header for ``entries`` in this order, and the entries with their offsets.
 
     Tensors with wider elements must come first, so that each is aligned to its element size.
     """

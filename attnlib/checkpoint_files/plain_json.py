@@ -1,4 +1,4 @@
-"""Strict JSON for untrusted files: an object without duplicate keys, NaN or deep nesting."""
+"""Parse JSON objects from untrusted files: duplicate keys, NaN and deep nesting are errors."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 from .errors import CheckpointError
 
-MAX_DEPTH = 32  # nesting limit: functions that copy the parsed objects are recursive
+MAX_DEPTH = 32  # limits the nesting, because functions that copy the parsed objects are recursive
 
 
 def parse_object(text: bytes, name: str) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def parse_object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def dump(value: object) -> bytes:
-    """Return ``value`` as readable JSON; equal values give equal bytes."""
+    """Return ``value`` as readable JSON, with equal bytes for equal values."""
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = {}
     for name, item in pairs:
-        name.encode()  # raises for a lone surrogate, which other parsers reject
+        name.encode()  # raises for a lone surrogate, because other parsers reject it
         if name in value:
             raise ValueError(f"the key {name!r} occurs twice")
         value[name] = item

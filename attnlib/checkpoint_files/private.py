@@ -1,4 +1,4 @@
-"""Private temporary folders for libraries that read files only by name; no other user can write there."""
+"""Make private temporary folders, for libraries that can read files only by their path."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def private_folder(files: Mapping[str, bytes | bytearray]) -> Iterator[Path]:
-    """Yield a temporary folder that contains only ``files``, and delete it afterwards."""
+    """Yield a temporary folder with ``files``, where no other user can write; delete it afterwards."""
     with TemporaryDirectory(prefix="attnlib-") as name:
         folder = Path(name)
         for file, data in files.items():

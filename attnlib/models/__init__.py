@@ -1,4 +1,4 @@
-"""Model families: how their checkpoints store attention, as plain data for conversion, loading and sizes.
+"""A table of model families: how their checkpoints store the weights and sizes of attention.
 
-Add a family as a row of ``families.py``. ``own_form.py`` defines attnlib's own config.json.
+To support another family, add it to ``families.py``. ``own_form.py`` defines attnlib's own config.json.
 """

@@ -1,7 +1,7 @@
-"""Model families: weight names, storage layouts and config.json keys of their attention, in one table.
+"""The table of model families: weight names, storage layouts and config.json keys of their attention.
 
 Checkpoint conversion reads folders with this table, and the transformers integration finds attention layers
-with it. Other properties of a family, such as its windows and norms, belong to the code that builds layers.
+with it. Other properties of a family, such as its windows and norms, are left to the code that builds layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
 
 
 class DefaultSizes(NamedTuple):
-    """Sizes that transformers assumes if config.json does not give them.
+    """The sizes that transformers assumes for a family if config.json does not give them.
 
-    ``kv_heads=None`` means as many as ``heads``; ``head_dim=None`` means ``width / heads``.
+    ``kv_heads=None`` means one KV head per query head; ``head_dim=None`` means ``width / heads``.
     """
 
     width: int
@@ -43,45 +43,47 @@ LARGE = DefaultSizes(4096, 32, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStorage:
-    """Storage of a family's attention in checkpoints; the defaults are Llama's.
+    """How a model family stores its attention in checkpoints; the defaults describe Llama.
 
     ``path`` is a regex for the name of a layer's attention module; its group is the layer number. ``stem``
-    matches the prefix of that name in a file. ``weights`` pairs the family's module names with ours. A module
-    that pairs with several of ours stores them fused: one after another, or head by head if ``is_by_head``.
-    Most other fields are keys of config.json; ``sizes`` and ``theta`` are the defaults for missing keys.
+    matches the prefix of that name in a file. ``weights`` maps the family's module names to attnlib's. A
+    module that maps to several attnlib modules stores their weights fused: one after another, or head by head
+    if ``is_by_head``. Most other fields name keys of config.json; ``sizes`` and ``theta`` are the defaults
+    for missing keys.
     """
 
     path: str = r"layers\.([0-9]{1,6})\.self_attn"
     stem: str = r"(?:model\.)?"
     weights: Names = GROUPED
-    is_transposed: bool = False  # weights are [in, out]
-    is_by_head: bool = False  # rows are [head, (q, k, v), channel]
-    # Shape of the q_norm and k_norm weights: "shared" is [d], "joined" is [heads * d] with one norm over all
-    # heads, and "apart" is [heads, d].
+    is_transposed: bool = False  # True if weights are stored as [in, out]
+    is_by_head: bool = False  # True if the rows of a fused weight are [head, (q, k, v), channel]
+    # The q_norm and k_norm weights have the shape [d] if "shared", [heads * d] if "joined" (one norm over all
+    # heads), and [heads, d] if "apart".
     gains: Gains = "shared"
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
-    kv_heads: str | None = "num_key_value_heads"  # None: the family's loaders require as many as heads
+    kv_heads: str | None = "num_key_value_heads"  # None: loaders require as many KV heads as heads
     head_dim: str | None = "head_dim"
     sizes: DefaultSizes = LARGE
-    rope: str | None = "half"  # or "interleaved", or the config key of a flag for interleaved
-    rotates_part: bool = False  # True: partial_rotary_factor counts; other families ignore it
-    # Config key of the list of layers that rotate; "layer_types" means that only windowed layers rotate.
+    rope: str | None = "half"  # or "interleaved", or a key of config.json that is true if interleaved
+    rotates_part: bool = False  # True if the family reads partial_rotary_factor
+    # The key of a list in config.json that says which layers have a rope. With "layer_types", only layers
+    # with a window have one.
     rope_layers: str | None = None
     theta: float = 10_000.0
-    share: float = 1.0  # default share of each head that rotates
-    window_theta: float | None = None  # theta of windowed layers, if it differs
-    clip: str | None = None  # config key of the bound on q, k and v
+    share: float = 1.0  # fraction of each head's channels to rotate by default
+    window_theta: float | None = None  # theta of layers with a window, if different
+    clip: str | None = None  # the key of the limit that q, k and v are clipped to
 
     @property
     def attention(self) -> str:
-        """The attribute name of the attention module in its layer."""
+        """The name of the attribute through which a decoder layer has its attention module."""
         return self.path.rpartition(".")[2]
 
 
 def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
-    """Split a stored weight or bias into ours, with ``rows`` rows each, for a layer of ``heads`` heads."""
+    """Split a stored weight or bias ``x`` into attnlib's, which have the row counts ``rows``."""
     x = x.T if family.is_transposed and x.dim() == 2 else x
     if len(rows) == 1:
         return (x,)
@@ -91,9 +93,9 @@ def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int)
 
 
 def fused(family: AttentionStorage, parts: Sequence[Tensor], heads: int) -> Tensor:
-    """Fuse our weights or biases into the stored one, the inverse of :func:`parted`.
+    """Fuse attnlib's weights or biases into the one that the family stores: the inverse of :func:`parted`.
 
-    If the family stores weights head by head, all of them must have ``heads`` heads.
+    If the family stores weights head by head, all ``parts`` must have ``heads`` heads.
     """
     x = parts[0]
     if len(parts) > 1 and family.is_by_head:
@@ -111,7 +113,7 @@ QWEN2 = AttentionStorage(sizes=DefaultSizes(4096, 32, 32, 32))
 QWEN2_VL = AttentionStorage(sizes=DefaultSizes(8192, 80, 64, 8), head_dim=None, theta=1e6)
 OLMO2 = AttentionStorage(weights=NORMED, gains="joined")
 COHERE = AttentionStorage(sizes=DefaultSizes(8192, 40, 64), rope="interleaved")
-# Keys are the config's model_type; for vision-language models, the model_type of its text_config.
+# The keys are values of model_type in config.json, or in its text_config for a vision-language model.
 STORED: Mapping[str, AttentionStorage] = MappingProxyType(
     {
         "llama": LLAMA,
@@ -193,7 +195,7 @@ STORED: Mapping[str, AttentionStorage] = MappingProxyType(
         ),
     }
 )
-# Vision-language models, and the family of their language model if its config does not name one.
+# For vision-language models: the family of the language model if its part of config.json does not name one.
 SEEING: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",

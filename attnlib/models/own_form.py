@@ -1,8 +1,7 @@
-"""attnlib's own form of config.json: any decoder, whose attention layers may differ in type and size.
+"""attnlib's own form of config.json, for decoders whose attention layers differ in type or size.
 
-``model_type`` is "attnlib", so that no other loader mistakes the folder for the original model. ``base`` is
-the config of the source model, which still describes everything else, and ``layers`` has one entry per
-attention layer.
+``model_type`` is "attnlib", so that no other loader mistakes the folder for the original model. ``layers``
+has one entry per attention layer. ``base`` is the source model's config, which describes everything else.
 """
 
 import math
@@ -10,8 +9,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 KIND, VERSION = "attnlib", 1
-MAX_SIZE = 2**24  # limit for heads, channels and ranks: anything larger is a mistake or an attack
-INNER = "layer."  # prefix of an attention's weight names; the rest is the name in attnlib's layer
+MAX_SIZE = 2**24  # more heads, channels or ranks than this are a mistake or an attack
+INNER = "layer."  # prefix of stored weight names, followed by the name in an attnlib layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +25,12 @@ class GroupedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
-    """A latent layer, with DeepSeek's field names; ``q_lora_rank`` is null if queries have no latent.
+    """A layer with latent attention (MLA), described by DeepSeek's field names.
 
-    Rotary pair c uses the frequency of pair ``rope_pairs[c]`` of the rope in ``base``. ``bias`` adds biases
-    to the projections for which DeepSeek has the option, ``query_bias`` to the projection that outputs the
-    query heads. ``norm_eps`` is the epsilon of the latent norms.
+    ``q_lora_rank`` is null if queries have no latent. Rotary pair c uses the frequency of pair
+    ``rope_pairs[c]`` of the rope in ``base``. ``bias`` adds biases to the projections that may have one in
+    DeepSeek's models, and ``query_bias`` to the projection that outputs the query heads. ``norm_eps`` is the
+    epsilon of the latent norms.
     """
 
     kv_lora_rank: int
@@ -92,22 +92,22 @@ def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> 
 
 
 def with_layers(config: Mapping[str, object], layers: Iterable[Mapping[str, object]]) -> dict[str, object]:
-    """Return a config of this form with these layers, each as :func:`plain_form` returns it."""
+    """Return ``config`` with other layers, each given as :func:`plain_form` returns it."""
     return {**config, "layers": list(layers)}
 
 
 def plain_form(form: LayerForm) -> dict[str, object]:
-    """Return a layer's form as plain data for JSON."""
+    """Return the description of a layer as plain data for JSON."""
     return asdict(form)
 
 
 def stored_name(name: str) -> str:
-    """Return the name on disk, below its attention, of the weight ``name`` of an attnlib layer."""
+    """Return the stored name of an attnlib layer's weight, without the prefix of the attention module."""
     return f"{INNER}{name}"
 
 
 def biases_in(weights: Container[str]) -> dict[str, bool]:
-    """Return the bias fields of the :class:`LatentForm` of a layer with these weight names."""
+    """Return the bias fields of a :class:`LatentForm`, for a layer whose weights have these names."""
     return {
         "bias": "kv_a_proj_with_mqa.bias" in weights,
         "query_bias": "q_proj.bias" in weights or "q_b_proj.bias" in weights,
@@ -115,17 +115,17 @@ def biases_in(weights: Container[str]) -> dict[str, bool]:
 
 
 def split_config(config: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, object]]:
-    """Return the stock model's config, and the fields that describe layers if ``config`` is of this form."""
+    """Return the source model's config, and the field ``layers`` if ``config`` is in attnlib's own form."""
     if not is_own(config):
         return config, {}
     return base_of(config), {"layers": config["layers"]}
 
 
 def base_of(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config of the source model.
+    """Return the source model's config from a config in attnlib's own form.
 
     Raises:
-        ValueError: there is none, or the version of the form is unknown.
+        ValueError: the source's config is missing, or the version of the form is unknown.
     """
     if config.get("version") != VERSION:
         raise ValueError(
@@ -138,7 +138,7 @@ def base_of(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
-    """Return the form of each attention layer.
+    """Return the description of each attention layer from a config in attnlib's own form.
 
     Raises:
         ValueError: the form of a layer is missing or invalid; the message names the layer.
@@ -147,7 +147,7 @@ def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
 
 
 def forms_from(layers: object) -> tuple[LayerForm, ...]:
-    """Return the forms in a list of plain ones.
+    """Return descriptions of layers from plain data: the inverse of :func:`plain_form` for a list.
 
     Raises:
         ValueError: the form of a layer is missing or invalid; the message names the layer.
@@ -173,7 +173,7 @@ def _layer(index: int, plain: object) -> LayerForm:
 
 
 def _check_sizes(form: object, *, least: int) -> None:
-    """Raise ValueError if an integer field is not an int from ``least`` to MAX_SIZE."""
+    """Raise ValueError unless all integer fields are from ``least`` to MAX_SIZE."""
     for field in fields(form):
         value = getattr(form, field.name)
         if field.type is int and (type(value) is not int or not least <= value <= MAX_SIZE):

@@ -1,1 +1,1 @@
-"""Checks of a converted folder: do stock loaders load it, and do its logits match the source?"""
+"""Check a converted folder: stock transformers must load it, and its logits must match the source."""

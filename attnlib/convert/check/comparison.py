@@ -1,7 +1,7 @@
 """Compare the logits of two checkpoints on the same tokens, with one layer of one model in memory at a time.
 
-After the last layer, the heads are applied to a slice of the vocabulary at a time. A model type that cannot
-be run layer by layer is loaded whole if it is small enough.
+After the last layer, the logits are computed for one slice of the vocabulary at a time. If a model type
+cannot run layer by layer, the whole model is loaded, provided that it is small enough.
 """
 
 import math
@@ -20,13 +20,13 @@ from ..text.workers import side_by_side
 from .divergence import Divergence
 from .head import Head
 
-WHOLE = 2 * 10**9  # load a model whole only up to this many bytes of weights
-WORDS, PLACES = 8192, 128  # vocabulary and positions of the logits that each worker holds at once
-ROWS = 16  # positions whose logits are cast to fp64 at once
+WHOLE = 2 * 10**9  # a model with more bytes of weights is never loaded as a whole
+WORDS, PLACES = 8192, 128  # each worker computes logits of this many tokens at this many positions
+ROWS = 16  # convert the logits of only 16 positions at a time to fp64, to save memory
 NONE = "none: the model has no head"
 
 Measures = dict[str, object]
-Outputs = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and the model's head
+Outputs = tuple[list[Tensor], Head]  # the final hidden states [n, m] of each window, and the model's head
 
 
 def compare(
@@ -102,7 +102,7 @@ def _measures(old: Outputs, new: Outputs, tokens: Tensor, device: torch.device |
         for head in (old[1], new[1]):
             head.take(first, min(first + WORDS, head.words))
         with side_by_side(device) as workers:
-            list(workers.map(partial(_add, old[1], new[1], first), places))  # waits for all of them
+            list(workers.map(partial(_add, old[1], new[1], first), places))  # waits until all are done
         give_back()
     found = [divergence for _, _, some in places for divergence in some]
     if not all(math.isfinite(divergence.largest) for divergence in found):

@@ -1,4 +1,4 @@
-"""The divergence of two models' predictions, accumulated over slices of the vocabulary."""
+"""Compute how far two models' predictions differ, from logits of one vocabulary slice at a time."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from torch import Tensor
 class Divergence:
     """KL divergence and cross-entropy of two models at n positions, added up over vocabulary slices.
 
-    ``targets`` ``[n]`` are the next tokens; -1 marks a position at the end of a text, which has none.
+    ``targets`` ``[n]`` are the next tokens; -1 marks a position at the end of a text, where no token follows.
     """
 
     def __init__(self, targets: Tensor):
         self.targets = targets
         self.largest: float = 0.0  # largest absolute logit of the old model
-        self.difference: float = 0.0  # largest absolute difference of old and new logits
+        self.difference: float = 0.0  # largest absolute difference between old and new logits
         self._old, self._new, self._weighted = _LogSum(), _LogSum(), torch.zeros(())
         self._target_logits = torch.zeros(2, len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, first: int, old: Tensor, new: Tensor) -> None:
-        """Add logits ``[n, words]`` of both models, for the vocabulary slice that starts at ``first``."""
+        """Add both models' logits ``[n, words]`` for the slice of the vocabulary that starts at ``first``."""
         old, new = old.double(), new.double()
         gap = old - new
         self.largest = _larger(self.largest, old)
@@ -38,20 +38,20 @@ class Divergence:
         return self._weighted / self._old.total - self._old.value() + self._new.value()
 
     def lost(self) -> Tensor:
-        """Return the cross-entropy of both models in nats: ``[2, positions that have a target]``."""
+        """Return ``[2, positions]``: both models' cross-entropy in nats where a next token exists."""
         sums = torch.stack((self._old.value(), self._new.value()))
         return (sums - self._target_logits)[:, self.targets >= 0]
 
 
 class _LogSum:
-    """A running log-sum-exp, stored as the highest value and the sum of exponentials relative to it."""
+    """A running log-sum-exp: the maximum so far, and the sum of exponentials relative to it."""
 
     def __init__(self):
         self.highest: Tensor | None = None
         self.total: Tensor = torch.zeros(())
 
     def add(self, x: Tensor) -> Tensor:
-        """Add logits ``[n, words]`` and return their exponentials relative to the highest so far."""
+        """Add logits ``[n, words]`` and return their exponentials relative to the maximum so far."""
         highest = x.amax(-1)
         if self.highest is not None:
             highest = highest.maximum(self.highest)
@@ -66,5 +66,5 @@ class _LogSum:
 
 
 def _larger(value: float, x: Tensor) -> float:
-    """Return the larger of ``value`` and the maximum of ``abs(x)``; NaN if ``x`` contains one."""
+    """Return the larger of ``value`` and the maximum of ``abs(x)``; NaN if ``x`` contains a NaN."""
     return float(torch.maximum(x.new_tensor(value), x.abs().amax()))

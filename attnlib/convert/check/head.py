@@ -1,4 +1,4 @@
-"""A language model's head: logits of final hidden states, for one slice of the vocabulary at a time.
+"""Compute logits from a language model's final hidden states, for one slice of the vocabulary at a time.
 
 The transformers class runs its own forward, so each family's logit multipliers and soft caps apply. Only its
 decoder is replaced, by a stub that returns the given hidden states.
@@ -26,7 +26,7 @@ Rows = Callable[[int, int], Tensor]
 class Head:
     """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    Whatever follows the product with the weight must be the same for all words, as in every known family.
+    Operations after the matrix product must treat all tokens alike, as they do in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):
@@ -37,10 +37,10 @@ class Head:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, device: torch.device | str) -> "Head | None":
-        """Return the head of a checkpoint in fp32, its rows read on demand; None if the model has no head.
+        """Return a checkpoint's head in fp32, which reads its rows on demand; None if the model has no head.
 
         Raises:
-            CheckpointError: the tensor of the head is missing or has the wrong size.
+            CheckpointError: the head's weight or bias is missing or has the wrong size.
         """
         with quiet(), torch.device("meta"):
             config = read_config(checkpoint)
@@ -61,32 +61,32 @@ class Head:
 
     @classmethod
     def of_model(cls, model: "PreTrainedModel") -> "Head":
-        """Return the head of a loaded model; the model loses its decoder."""
+        """Return the head of a loaded model, and remove the decoder from that model."""
         whole = {name: x.detach().clone() for name, x in model.get_output_embeddings().named_parameters()}
         return cls(model, {name: lambda first, last, x=x: x[first:last] for name, x in whole.items()})
 
     def take(self, first: int, last: int) -> None:
-        """Load the head for the words ``first`` to ``last - 1``; later calls return their logits."""
+        """Load the head's weights for tokens ``first`` to ``last - 1``; calls then return logits of these."""
         for name, rows in self._rows.items():
-            setattr(self._head, name, None)  # frees the old rows before the new ones are allocated
+            setattr(self._head, name, None)  # free the old rows before new ones are allocated
             setattr(self._head, name, nn.Parameter(rows(first, last), requires_grad=False))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return logits ``[n, words]`` of final hidden states ``[n, m]``."""
+        """Return the logits of the loaded tokens, ``[n, words]``, for final hidden states ``[n, m]``."""
         with torch.no_grad():
             return self._model(inputs_embeds=states[None], use_cache=False).logits[0]
 
 
 def _in_fp32(stored: StoredTensor, device: torch.device | str, first: int, last: int) -> Tensor:
-    """Return rows of a stored tensor in new fp32 memory; they are sent to ``device`` in the stored dtype."""
+    """Copy rows of a stored tensor to ``device`` in their stored dtype, and return them in fp32."""
     return stored.rows(first, last).to(device).to(torch.float32, copy=True)
 
 
 class _StubDecoder(nn.Module):
-    """A stand-in decoder that returns its input embeddings as the final hidden states."""
+    """A stub that replaces a decoder: it returns the given embeddings as the final hidden states."""
 
     @property
-    def decoder(self) -> "_StubDecoder":  # OPT's attribute
+    def decoder(self) -> "_StubDecoder":  # OPT calls its decoder through this attribute
         return self
 
     def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> "_StubOutput":
@@ -94,7 +94,7 @@ class _StubDecoder(nn.Module):
 
 
 class _StubOutput:
-    """The output of the stand-in decoder; every attribute but the hidden states is None."""
+    """The output of a stub decoder: it has hidden states, and all other attributes are None."""
 
     def __init__(self, states: Tensor):
         self.last_hidden_state: Tensor = states
@@ -107,7 +107,7 @@ class _StubOutput:
 
 
 def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
-    """Return the stored tensor of a head parameter; a missing weight is tied to the embedding."""
+    """Return the stored tensor of a head parameter; a head without a weight uses the embedding's."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
         found = [

@@ -1,4 +1,4 @@
-"""Quality loss of a conversion: judged by its layer errors, and described by perplexities."""
+"""Judge by the layer errors if a conversion lost quality, and describe the loss by perplexities."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from ..checkpoint.verify import Errors
 from ..latent.losses import BASELINE
 
-LOSSLESS = 1e-6  # a lossless conversion has every error below this; fp32 rounding stays below it
-NOTICED = 1e-3  # relative increase of the perplexity that counts as a loss
+LOSSLESS = 1e-6  # all layer errors below this count as fp32 rounding, so nothing was lost
+NOTICED = 1e-3  # a relative increase of the perplexity above this counts as a loss
 RETURNS = (
     "fine-tuning usually recovers most of the loss (in docs/conversion.md a small model with half of its KV "
     "heads came back to within 1 % of its bits per byte in 1,000 steps): "
@@ -16,20 +16,21 @@ RETURNS = (
 
 
 def nothing_lost(errors: Errors) -> bool:
-    """True if there are errors and each is at most fp32 rounding."""
+    """True if layer errors were measured and none exceeds fp32 rounding."""
     found = [error for layer in errors.values() for error in own_errors(layer).values()]
     return bool(found) and all(error is not None and error < LOSSLESS for error in found)
 
 
 def own_errors(errors: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return a layer's errors without those of the baseline."""
+    """Return the errors of a layer's conversion, without the baseline errors to compare them with."""
     return {name: error for name, error in errors.items() if not name.startswith(BASELINE)}
 
 
 def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object = "OUT") -> str | None:
-    """Return a sentence on the perplexity lost and how to recover it; None if no perplexity was measured.
+    """Return a line about the perplexity before and after; None if no perplexity was measured.
 
-    ``source`` and ``out`` are the folder names to print in the suggested command.
+    If quality was lost, the line suggests a command for fine-tuning, in which ``source`` and ``out`` are the
+    names of the folders.
     """
     if "perplexity_before" not in measures:
         return None

@@ -1,7 +1,7 @@
 """Compare the tensors of a folder with the model that transformers builds from its config.json.
 
-Names and shapes are compared by transformers' own loading code, with tensors that have a shape but no memory.
-So the size of the model does not matter.
+transformers' own loading code compares names and shapes. Its tensors are on the meta device and take no
+memory, so the model may have any size.
 """
 
 import re
@@ -18,13 +18,13 @@ Amiss = dict[str, set[str]]
 
 
 def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
-    """Return the tensors that are missing, unexpected or of another shape when transformers loads a folder.
+    """Return the tensors that are missing, unexpected or misshapen when transformers loads a folder.
 
     Raises:
-        CheckpointError: transformers refuses config.json, or a tensor that it assembles from parts lacks
-            some of them.
+        CheckpointError: transformers rejects config.json, or it joins several stored tensors into one and
+            some of them are missing.
     """
-    # Stacked experts would be allocated unless they are on the meta device. transformers accepts
+    # transformers would allocate memory for stacked experts unless they are on the meta device. It accepts
     # device_map="meta" only if accelerate is installed.
     where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
     zero = torch.zeros((), device=where.get("device_map"))
@@ -41,7 +41,7 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
                 output_loading_info=True,
                 **where,
             )
-    except RuntimeError as error:  # transformers could not assemble a tensor from its parts
+    except RuntimeError as error:  # raised if transformers cannot join the stored parts of a tensor
         named = ", ".join(_holes(tensors)) or str(error)[:200]
         raise CheckpointError(
             f"expected all parts of the tensors that transformers assembles, got none of {named}"
@@ -55,13 +55,13 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
 
 
 def listed(found: Mapping[str, set[str]]) -> str:
-    """Describe the result of :func:`amiss` in words: the first five names; empty if nothing is amiss."""
+    """List the first five names in a result of :func:`amiss`; return an empty string if there are none."""
     names = [f"{what} {name}" for what, some in found.items() for name in sorted(some)]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _holes(names: Iterable[str]) -> list[str]:
-    """Return the expert tensors that some experts of a layer lack and others have."""
+    """Return the names of missing expert tensors in layers where other experts have such a tensor."""
     found = [
         match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))
     ]

@@ -15,8 +15,8 @@ from .comparison import Measures, compare
 from .lost import nothing_lost
 from .names import amiss, listed
 
-# Largest logit difference of a lossless conversion, relative to the largest logit: layers may amplify
-# rounding errors of 1e-6 to this.
+# A lossless conversion may change logits by this much, relative to the largest logit, because layers amplify
+# rounding errors of 1e-6.
 SAME = 1e-3
 TOKENS = 64
 
@@ -24,19 +24,19 @@ TOKENS = 64
 class StockCheck:
     """Compare a converted folder with the model that transformers builds from its config.json.
 
-    Names and shapes are always compared: those of the source on construction, those of the result on each
-    call. With ``logits``, logits are compared as well, see :func:`compare`, over ``tokens`` ``[windows, n]``
-    or ``[n]``; random tokens if None. If ``text`` names the text of these tokens, perplexities are reported
-    too. Call the check with the result folder and its layer errors; it returns measures for the report.
-    Tensors of the source that its own model does not use are listed but are not an error. ``follow_links`` is
-    passed to :func:`read_folder` for the source.
+    Tensor names and shapes are always compared: the source's on construction, the result's on each call. With
+    ``logits``, each call also runs :func:`compare` on ``tokens`` ``[windows, n]`` or ``[n]`` (None: random
+    tokens). If the tokens come from a text, ``text`` names it, and perplexities are reported too. Call the
+    check with the result folder and its layer errors; it returns measures for the report. Tensors of the
+    source that its own model does not use are listed but are not an error. ``follow_links`` is passed to
+    :func:`read_folder` for the source.
 
     Raises:
-        CheckpointError: transformers refuses the source's config.json, or would randomly initialize
-            weights that the source lacks or has in another shape.
-        VerificationError: raised by a call, if weights are missing, have another shape, or are unexpected
-            and not in the source; or if the logits differ by more than rounding although the layer errors
-            are zero up to rounding.
+        CheckpointError: transformers rejects the source's config.json, or would randomly initialize
+            weights that are missing in the source or have another shape there.
+        VerificationError: raised by a call. Weights are missing, have another shape, or are neither
+            expected nor in the source; or the logits differ by more than rounding although all layer
+            errors are within rounding.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StockCheck:
 
 
 def random_tokens(folder: Path) -> Tensor:
-    """Return TOKENS random tokens from a fixed seed; fewer if the model has fewer positions."""
+    """Return random tokens from a fixed seed: TOKENS of them, or as many as the model has positions."""
     config = read_config(folder).get_text_config()
     count = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))

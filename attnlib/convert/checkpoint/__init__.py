@@ -1,4 +1,4 @@
-"""Read and write checkpoint folders: robust against crashes and untrusted files, for any layer converter."""
+"""Convert checkpoint folders with any layer converter; crashes and untrusted files do no harm."""
 
 import sys
 
@@ -20,5 +20,5 @@ __all__ = [
     "identity",
 ]
 
-for _moved in (folder, header, plain_json):  # still importable under their former names in this package
+for _moved in (folder, header, plain_json):  # old code may import them from this package
     sys.modules[f"{__name__}.{_moved.__name__.rpartition('.')[2]}"] = _moved

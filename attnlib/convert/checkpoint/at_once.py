@@ -1,11 +1,11 @@
-"""Read several files in parallel: one thread hashes sha256 more slowly than most disks read."""
+"""Read several files in parallel, because one thread computes sha256 more slowly than most disks read."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
 from typing import TypeVar
 
-FILES = 4  # read in parallel; each needs a buffer
+FILES = 4  # number of files to read in parallel; each needs a buffer
 File, Found = TypeVar("File"), TypeVar("Found")
 Advance = Callable[[int], object]
 
@@ -15,8 +15,8 @@ def read_at_once(
 ) -> list[Found]:
     """Return ``read(file, advance)`` for each file, calling ``read`` in a pool of FILES threads.
 
-    The ``advance`` passed to ``read`` is thread-safe. If one call raises or the caller is interrupted, the
-    other calls end with a CancelledError at their next ``advance``.
+    The ``advance`` passed to ``read`` is thread-safe. If one call raises or the caller is interrupted, every
+    other call of ``read`` ends with a CancelledError the next time it calls ``advance``.
     """
     lock, stopped = Lock(), Event()
 

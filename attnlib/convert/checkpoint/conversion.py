@@ -1,9 +1,9 @@
 """Convert a folder of safetensors into another one, layer by layer, robust against crashes and bad input.
 
-The source is not trusted. Four modules validate it: ``folder.py`` names, ``header.py`` headers, ``model.py``
-config against weights, and ``scan.py`` bytes. ``plan.py`` plans the whole result before a byte is written.
-Files appear only when complete (``writing.py``), an interrupted run resumes (``progress.py``), and the target
-folder appears with one rename.
+The source is not trusted. Four modules validate it: ``folder.py`` checks file names, ``header.py`` headers,
+``model.py`` the config against the weights, and ``scan.py`` the bytes. ``plan.py`` plans the whole result
+before a byte is written. Files appear only when complete (``writing.py``), an interrupted run can resume
+(``progress.py``), and one rename puts the finished folder in place.
 """
 
 import hashlib
@@ -32,9 +32,10 @@ from .scan import scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
-# Errors of weights and requests: the same command would raise them again, so there is nothing to resume.
+# The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-TOOL = "attnlib checkpoint conversion 6"  # increment when the same request gives other bytes
+# Increment the number if the same request writes different bytes than before.
+TOOL = "attnlib checkpoint conversion 6"
 
 
 @kind
@@ -53,21 +54,22 @@ def convert(
 ) -> dict[str, object]:
     """Convert the attention of the checkpoint ``source`` into the new folder ``out`` and return its report.
 
-    ``source`` is a folder, or the result of ``read_folder``, for example with ``follow_links=True`` for the
-    snapshot of a download cache.
+    ``source`` is a folder or the result of ``read_folder``. For a snapshot in a download cache, call
+    ``read_folder`` with ``follow_links=True``.
 
-    ``convert_layer`` gets a layer's weights under this library's parameter names, and its shape. It must be a
-    pure function. ``settings`` (plain JSON) must name it and everything else that affects its result: with
-    equal settings and sources, an interrupted conversion resumes after its last finished shard.
+    ``convert_layer`` gets a layer's shape, and its weights under attnlib's parameter names. It must be a pure
+    function. ``settings`` (plain JSON) must name this function and everything else that affects its result:
+    with equal settings and sources, an interrupted conversion resumes after its last finished shard.
     ``max_shard_size`` is in bytes. ``overwrite`` replaces an earlier result but no other folder. A run that
-    is refused midway with a ValueError, TypeError or NotImplementedError leaves nothing behind;
-    ``keep=False`` also removes the finished shards of an interrupted run. ``check`` gets the finished folder,
-    before it is moved into place, and the layer errors; it returns measures for the report or raises
-    VerificationError. If it fails, the result is still written, and its report has ``"verified": false``.
+    ends with a ValueError, TypeError or NotImplementedError leaves nothing behind; ``keep=False`` also
+    removes the finished shards of an interrupted run. ``check`` is called with the finished folder, before
+    the move to ``out``, and with the layer errors. It returns measures for the report or raises
+    VerificationError. If the check fails, the result is still written, and its report says
+    ``"verified": false``.
 
     Memory use is about two layers plus their conversion. Requires a POSIX file system and huggingface_hub.
 
-    Each error has an ``exit_code`` for commands, given here before its cause.
+    Each error has an ``exit_code`` for commands, which is the number before its cause in this list.
 
     Raises:
         RequestError: 2, ``out`` cannot hold the result, or another conversion writes there.
@@ -115,7 +117,7 @@ def convert(
 def _write(
     work: WorkFolder, plan: Plan, layers: ConvertedLayers, nonfinite: Mapping, check: Check | None, bar
 ) -> dict[str, object]:
-    """Write what is missing, verify all of it, move it into place, and return the report."""
+    """Write the missing files, verify the whole result, move it into place, and return the report."""
     model, finite = layers.model, not work.identity["allow_nonfinite"]
     work.begin()
     bar.total = bar.n + 2 * sum(shard.nbytes for shard in plan.shards)
@@ -161,7 +163,7 @@ def _write(
 def _write_shard(
     folder: Path, shard: Shard, layers: ConvertedLayers, finite: bool, advance: Callable[[int], object]
 ) -> str:
-    """Write one shard, one layer or chunk at a time, and return its sha256."""
+    """Write one shard and return its sha256; only one layer or piece of a tensor is in memory at a time."""
     buffer = buffer_for(shard.nbytes)
     with new_file(folder, shard.name) as file:
         file.write(shard.header)
@@ -181,7 +183,7 @@ def _write_shard(
 def _write_rest(
     folder: Path, plan: Plan, model: CheckpointModel, inputs: Mapping[str, Mapping]
 ) -> dict[str, str]:
-    """Write the index, config.json and copied files; return their sha256."""
+    """Write the index, config.json and the copied files, and return the sha256 of each."""
     texts = {CONFIG: dump(plan.config)} | ({INDEX: dump(plan.index)} if plan.index is not None else {})
     for name, text in texts.items():
         write_file(folder, name, text)
@@ -250,7 +252,7 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
-    """Keep finished work when the run is interrupted, and remove it when the run is refused."""
+    """Keep finished shards if the block is interrupted; remove them if it raises one of REFUSALS."""
     advice = "finished work is kept: run the same command again to resume"
     try:
         with clean_errors(advice if keep else "finished work is removed"):

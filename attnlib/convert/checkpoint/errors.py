@@ -1,4 +1,4 @@
-"""Errors of a conversion, each with the exit code of the command.
+"""The errors of a conversion, each with an exit code for the command.
 
 | code | meaning |
 |---|---|
@@ -14,7 +14,7 @@ from ...checkpoint_files.errors import CheckpointError as CheckpointError
 
 
 class RequestError(ValueError):
-    """The request is wrong: invalid options, an unusable target folder, or another run is writing there."""
+    """The options are invalid, the target folder is unusable, or another run is writing there."""
 
     exit_code = 2
 

@@ -1,6 +1,6 @@
-"""Interface between checkpoints and layer converters: the arguments and the result of a converter.
+"""The interface of a layer converter: the shape of a layer to convert, and the converted layer.
 
-Weights have this library's parameter names, whatever their names on disk: ``q_proj.weight`` ``[h * d, m]``,
+Weights have attnlib's parameter names here, whatever their names on disk: ``q_proj.weight`` ``[h * d, m]``,
 ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``, and, if the model
 has them, biases and ``q_norm.weight``, ``k_norm.weight`` ``[d]``.
 """
@@ -17,7 +17,7 @@ from ...models.own_form import LayerForm
 @kind
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of source layer ``index``: ``width`` m, ``heads`` h, ``kv_heads`` g, ``head_dim`` d."""
+    """The shape of layer ``index`` of the source, with ``heads`` query heads and hidden size ``width``."""
 
     index: int
     width: int
@@ -27,7 +27,7 @@ class LayerShape:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The output size of each projection, which is the row count of its weight."""
+        """The number of output channels of each projection, which are the rows of its weight."""
         keys = self.kv_heads * self.head_dim
         return {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": self.width}
 
@@ -37,9 +37,9 @@ class LayerShape:
 class ConvertedLayer:
     """A layer's new weights, in the dtype in which they will be stored.
 
-    ``config`` holds the config.json fields for the new weights, which must be the same for all layers. They
-    are either added to the source's config, such as ``num_key_value_heads``, or the complete config of
-    another model, with a ``model_type``. ``form`` describes this layer in a checkpoint of attnlib's own form.
+    ``config`` holds config.json fields for the new weights, equal for all layers. Usually they are added to
+    the source's config, for example ``num_key_value_heads``. If they have a ``model_type``, they are the
+    complete config of another model. ``form`` describes this layer in a checkpoint of attnlib's own form.
     ``errors`` go into the report under names that the converter chooses.
     """
 
@@ -54,9 +54,10 @@ LayerConverter = Callable[[Mapping[str, Tensor], LayerShape], ConvertedLayer]
 
 @dataclass(frozen=True, slots=True)
 class ConverterByLayer:
-    """A layer converter with one form per layer: ``kinds[i]`` is the form that layer i is converted to.
+    """A converter with its own target for each layer: ``kinds[i]`` is the form of converted layer i.
 
-    Source layers that are stored the same way and have the same form must produce tensors of the same shapes.
+    If two source layers are stored the same way and have the same target, their results must have equal
+    shapes.
     """
 
     convert_layer: LayerConverter

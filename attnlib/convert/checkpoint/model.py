@@ -1,4 +1,4 @@
-"""Validate the attention in config.json against the stored weights, and edit the config for the result."""
+"""Validate config.json against the stored attention weights, and edit it for the converted model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .errors import CheckpointError
 from .layer import LayerShape
 from .names import PARAMETERS, TEXT, Layer, family_of, find_layers, text_of
 
-MAX_COUNT = 2**24  # limit for heads, layers and channels: anything larger is a mistake or an attack
+MAX_COUNT = 2**24  # more heads, layers or channels than this are a mistake or an attack
 FLOATS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 KV_HEADS = "num_key_value_heads"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointModel:
-    """A checkpoint with its attention layers located; ``unknown`` lists other tensors found inside them."""
+    """A checkpoint whose attention layers have been found; ``unknown`` lists other tensors inside them."""
 
     checkpoint: Checkpoint
     family: AttentionStorage
@@ -32,17 +32,17 @@ class CheckpointModel:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """config.json, or its part for the text model."""
+        """The config.json of the model; for a vision-language model, the part about its text model."""
         return text_of(self.checkpoint.config)
 
     def stored(self, index: int) -> dict[str, TensorEntry]:
-        """Return the tensor entries of a layer by their names on disk, without the prefix."""
+        """Return a layer's tensor entries by their names on disk, without the prefix of the layer."""
         layer = self.layers[index]
         return {name: self.checkpoint.tensors[layer.prefix + name].entry for name in layer.stored}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which K and V are computed: that of the weights, or bf16 for storage-only dtypes."""
+        """The dtype of computed keys and values: the weights' dtype, or bf16 if that is only for storage."""
         entry = next(entry for name, entry in self.stored(0).items() if name.endswith("weight"))
         return entry.dtype if entry.dtype in DTYPES else torch.bfloat16
 
@@ -74,7 +74,7 @@ def read_model(checkpoint: Checkpoint) -> CheckpointModel:
 
 
 def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerShape:
-    """Return the shape of layer 0 of the text model; all layers have the same shape."""
+    """Return the shape of layer 0 in a text model, whose layers all have the same shape."""
     config, sizes = text_of(config), family.sizes
     width, heads = _count(config, family.width, sizes.width), _count(config, family.heads, sizes.heads)
     kv_heads = _count(config, KV_HEADS, None if family.kv_heads is None else sizes.kv_heads, null=heads)
@@ -89,7 +89,7 @@ def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerSha
 def check_layer(
     stored: Mapping[str, TensorEntry], family: AttentionStorage, shape: LayerShape, prefix: str
 ) -> None:
-    """Raise CheckpointError unless a layer has all its weights, as floats, in the sizes of ``shape``."""
+    """Raise CheckpointError unless a layer has all its weights as floats, with the sizes from ``shape``."""
     for disk, ours in family.weights:
         if f"{disk}.weight" not in stored and ours[0] in shape.rows:
             raise CheckpointError(f"{prefix}{disk}.weight: expected in every layer, and it is missing")
@@ -111,8 +111,8 @@ def check_layer(
 def _wanted(
     family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str
 ) -> tuple[int, ...]:
-    """Return the expected shape on disk of a parameter that holds our weights ``ours``."""
-    if ours[0] not in shape.rows:  # norms
+    """Return the expected shape of a parameter on disk, which stores attnlib's weights ``ours``."""
+    if ours[0] not in shape.rows:  # the weight of a norm
         heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
         whole = {
             "shared": (shape.head_dim,),
@@ -132,7 +132,7 @@ def edit_config(
 ) -> dict[str, object]:
     """Return ``config`` with the converter's ``fields`` and ``head_dim``, and without keys that name code.
 
-    For a vision-language model the fields go into its ``text_config``, if it has one. If the fields have a
+    If a vision-language model has a ``text_config``, the fields go there. If the fields have a
     ``model_type``, they are the complete config of another model and are returned unchanged.
     """
     if "model_type" in fields:
@@ -157,7 +157,7 @@ def is_latent(config: Mapping[str, object]) -> bool:
 
 
 def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
-    """Return the cache bytes per token of a model with ``config``, over all layers, ignoring windows."""
+    """Return the KV-cache bytes per token for all layers of a model with ``config``, ignoring windows."""
     if is_own(config):
         return sum(layout_of(form, model).token_bytes for form in layers_of(config))
     if is_latent(config):
@@ -169,14 +169,14 @@ def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
 
 
 def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:
-    """Return the cache layout of a layer of ``model`` that has been converted to ``form``."""
+    """Return the KV-cache layout that a layer of ``model`` has after its conversion to ``form``."""
     if isinstance(form, GroupedForm):
         return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
     return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
 
 
 def _count(config: Mapping[str, object], key: str, absent: int | None, *, null: int | None = None) -> int:
-    """Return a count from ``config``: the default is ``absent``, and a null value is read as ``null``."""
+    """Return a count from ``config``: ``absent`` if the key is missing, ``null`` if its value is null."""
     value = config.get(key, absent)
     value = null if value is None else value
     if type(value) is not int or not 1 <= value <= MAX_COUNT:

@@ -1,4 +1,4 @@
-"""Map between a layer's weight names on disk and this library's names, by the table of model families."""
+"""Translate weight names between checkpoints and attnlib, by the table of model families."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,21 +12,21 @@ from .layer import LayerShape
 
 PARAMETERS = ("weight", "bias")
 TEXT = "text_config"
-BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # name prefix of a text model inside a larger model
+BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # prefix of a text model in a larger model
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's attention on disk: the common prefix of its tensor names, and the rest of each name."""
+    """The tensor names of a layer's attention on disk: their common prefix, and the rest of each name."""
 
     prefix: str
     stored: tuple[str, ...]
 
 
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the text model's part of config.json: ``text_config`` of a vision-language model, else all.
+    """Return ``text_config`` from a vision-language model's config.json, or any other config unchanged.
 
-    Older Qwen 2 VL files have no ``text_config`` and store its fields at the top level.
+    Older Qwen 2 VL files store the fields of their text model at the top level, without ``text_config``.
 
     Raises:
         CheckpointError: ``text_config`` is not an object.
@@ -37,17 +37,17 @@ def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     part = config.get(TEXT, config if kind.startswith("qwen2") else None)
     if not isinstance(part, Mapping):
         raise CheckpointError(f"config.json: {TEXT}: expected an object, got {str(part)[:80]}")
-    # llava and mistral3 load any text model, by its own model_type. Each other class always loads the same
-    # text model, whatever model_type is given there.
+    # llava and mistral3 load any text model, according to the model_type in text_config. All other classes
+    # ignore that model_type and always load the same text model.
     known = part.get("model_type") if kind in ("llava", "mistral3") and part is not config else None
     return {**part, "model_type": known or SEEING[kind]}
 
 
 def family_of(model_type: object) -> AttentionStorage:
-    """Return the weight layout of the model family for a ``model_type`` in config.json.
+    """Return how the model family with this ``model_type`` stores its attention weights.
 
     Raises:
-        CheckpointError: the model type is unknown; its attention may differ in more than names.
+        CheckpointError: the model type is unknown, so more than its weight names may differ.
     """
     if isinstance(model_type, str) and model_type in STORED:
         return STORED[model_type]
@@ -56,7 +56,7 @@ def family_of(model_type: object) -> AttentionStorage:
 
 
 def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
-    """Return the attention tensors of each layer, and the attention tensors with unknown names.
+    """Find the attention tensors of each layer; also return attention tensors with unknown names.
 
     Raises:
         CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part,
@@ -83,7 +83,7 @@ def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[
 
 
 def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """Return a layer's tensors under our names, from tensors under their names on disk without the prefix."""
+    """Return a layer's tensors by attnlib's names, from ``stored`` by names on disk without the prefix."""
     weights = {}
     for name, tensor in stored.items():
         disk, parameter = name.rsplit(".", 1)
@@ -97,9 +97,9 @@ def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerSh
 
 
 def join(family: AttentionStorage, weights: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
-    """Return a layer's tensors under their names on disk: the inverse of :func:`split`.
+    """Return a layer's tensors by their names on disk: the inverse of :func:`split`.
 
-    Weights without a name in the family retain our name and orientation.
+    A weight that the family has no name for retains attnlib's name and orientation.
 
     Raises:
         CheckpointError: the family fuses queries, keys and values head by head, and their head counts

@@ -1,4 +1,4 @@
-"""Plan the result before writing any of it: every tensor, its shard, and the new config."""
+"""Plan the converted folder before writing it: every tensor, the file for each, and the new config."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from .names import join, split
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the result; ``layer`` is the layer it is converted with, None for a copied tensor."""
+    """A tensor to write: ``layer`` is the number of its converted layer, or None for a copied tensor."""
 
     entry: TensorEntry
     layer: int | None = None
@@ -25,7 +25,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of the result: its header bytes, followed by its tensors in order."""
+    """A weight file to write: the bytes of its header, followed by its tensors in order."""
 
     name: str
     header: bytes
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All weight files, the ``index`` (None for a single file) and the ``config`` of the result."""
+    """The files to write: weight files, their ``index`` (None for a single file) and ``config``."""
 
     shards: tuple[Shard, ...]
     index: dict[str, object] | None
@@ -46,14 +46,14 @@ class Plan:
 
 
 def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:
-    """Return the stored weights of a layer under our names."""
+    """Read the weights of a layer from disk and return them by attnlib's names."""
     layer, tensors = model.layers[index], model.checkpoint.tensors
     stored = {name: tensors[layer.prefix + name].load() for name in layer.stored}
     return split(model.family, stored, replace(model.shape, index=index))
 
 
 class ConvertedLayers:
-    """A model's layers, converted on demand. The last layer is retained, as its tensors are read in a row."""
+    """A model's layers, converted on demand; the latest one is retained until another is requested."""
 
     def __init__(self, model: CheckpointModel, convert_layer: LayerConverter):
         self.model = model
@@ -63,23 +63,23 @@ class ConvertedLayers:
         self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the new tensors of a layer under their full names."""
+        """Return the tensors of a converted layer by their full names."""
         return self._converted(index)[2]
 
     def kind(self, index: int) -> tuple:
-        """Return a key for the structure of a layer's result: how the source is stored, and its target form.
+        """Return a key made of the way a source layer is stored and the form it is converted to.
 
-        Layers with equal keys are expected to have results of the same names, dtypes and shapes.
+        Layers with equal keys are expected to give tensors with the same names, dtypes and shapes.
         """
         kinds = self.convert_layer.kinds if isinstance(self.convert_layer, ConverterByLayer) else None
         stored = ((name, entry.dtype, entry.shape) for name, entry in self.model.stored(index).items())
         return (None if kinds is None else kinds[index], *stored)
 
     def planned(self, name: str, output: Output) -> Tensor:
-        """Return the tensor ``name``.
+        """Convert a layer if needed, and return its tensor ``name``.
 
         Raises:
-            VerificationError: the tensor differs from ``output`` in dtype or shape.
+            VerificationError: the tensor differs from the planned ``output`` in dtype or shape.
         """
         tensor = self.tensors(output.layer).get(name)
         wanted = output.entry.dtype, output.entry.shape
@@ -91,12 +91,12 @@ class ConvertedLayers:
         return tensor
 
     def config(self, index: int) -> dict[str, object]:
-        """Return the converter's fields for config.json."""
+        """Return the fields that the converter of this layer has for config.json."""
         return dict(self._converted(index)[1].config)
 
     def _converted(self, index: int):
         if self._last is None or self._last[0] != index:
-            self._last = None  # frees the last layer before the next one is allocated
+            self._last = None  # free the previous layer before the next one is allocated
             layer, family = self.model.layers[index], self.model.family
             shape = replace(self.model.shape, index=index)
             converted = self.convert_layer(weights_of(self.model, index), shape)
@@ -111,7 +111,7 @@ class ConvertedLayers:
 
 
 def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
-    """Plan the result by converting one layer of each kind, see :meth:`ConvertedLayers.kind`.
+    """Plan all files by converting one layer for each key of :meth:`ConvertedLayers.kind`.
 
     Raises:
         CheckpointError: a converted tensor has the same name as a copied one.

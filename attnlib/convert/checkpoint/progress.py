@@ -1,8 +1,9 @@
 """The work folder of an unfinished conversion, from which a later run resumes.
 
-``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which is renamed to the target
-at the end. The identity is a hash of everything that affects the bytes of the result. A target without
-``conversion_report.json`` was not written by this tool, and a work folder is never a complete result.
+The work folder ``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which is renamed
+to the target at the end. The identity is a hash of everything that affects the bytes of the result. A target
+folder without ``conversion_report.json`` was not written by attnlib. A work folder is never a complete
+result.
 """
 
 import hashlib
@@ -18,11 +19,11 @@ from .verify import has_sha256
 from .writing import put_in_place, sync_folder, write_file
 
 PROGRESS, REPLACED = "progress.json", "replaced"
-MAX_PROGRESS = 2**26  # bytes
+MAX_PROGRESS = 2**26  # largest accepted size of progress.json, in bytes
 
 
 class WorkFolder:
-    """A work folder: the sha256 of each finished shard, and the errors and forms of the converted layers."""
+    """A work folder, with the sha256 of finished shards and the errors and forms of converted layers."""
 
     def __init__(self, target: Path, identity: dict[str, object]):
         self.identity = identity
@@ -35,7 +36,7 @@ class WorkFolder:
         self.forms: dict[str, dict[str, object]] = {}
 
     def resume(self, names: Iterable[str]) -> None:
-        """Find the shards in ``names`` that an earlier run finished, and verify their sha256.
+        """Find the shards among ``names`` that an earlier run finished, and verify their sha256.
 
         Raises:
             RequestError: another user owns the folder, so its contents cannot be trusted.
@@ -63,12 +64,12 @@ class WorkFolder:
         self.save()
 
     def save(self) -> None:
-        """Write ``progress.json``."""
+        """Write the current progress to ``progress.json``."""
         done = {"identity": self.identity, "shards": self.shards, "layers": self.layers, "forms": self.forms}
         write_file(self.folder, PROGRESS, dump(done))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop shards that failed verification."""
+        """Forget the shards ``names``, which failed verification."""
         for name in names:
             del self.shards[name]
         self.save()
@@ -79,13 +80,13 @@ class WorkFolder:
         remove(self.folder)
 
     def abandon(self) -> None:
-        """Remove the folder after a failure, unless the result to be replaced is still in it."""
+        """Remove the folder after a failure, unless it still holds an earlier result that was replaced."""
         if self.folder.exists() and not (self.folder / REPLACED).exists():
             remove(self.folder)
 
 
 def is_left(folder: Path) -> bool:
-    """True if an earlier run left this folder.
+    """True if an earlier run left ``folder`` behind.
 
     Raises:
         RequestError: another user owns the folder, so its contents cannot be trusted.

@@ -1,6 +1,6 @@
-"""Build conversion_report.json: source and settings, memory saved, errors, and the result of the check.
+"""Build conversion_report.json: the request, the memory saved, layer errors, and the check's result.
 
-The same request gives the same bytes: the report has no times, durations or paths.
+The report has no times, durations or paths, so equal requests give equal bytes.
 """
 
 import math
@@ -28,7 +28,7 @@ def make_report(
 
     - ``identity``: the request and the sha256 of every input
     - ``layers``: the errors of each layer
-    - ``nonfinite``: the tensors that are not finite
+    - ``nonfinite``: the tensors that contain NaN or infinities
     - ``outputs``: the sha256 of every written file
     - ``checked``: the result of the caller's check
     """
@@ -53,7 +53,7 @@ def make_report(
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys of ``after`` with new values; ``text_config`` is compared key by key."""
+    """Return the fields of ``after`` that differ from ``before``; ``text_config`` is compared by key."""
     changed = {key: x for key, x in after.items() if key not in before or before[key] != x}
     old, new = before.get(TEXT), changed.get(TEXT)
     return changed | (
@@ -62,5 +62,5 @@ def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[
 
 
 def plain_errors(errors: Mapping[str, float]) -> dict[str, float | None]:
-    """Return errors for JSON, with None for values that are not finite."""
+    """Return errors that JSON can store: NaN and infinite values become None."""
     return {name: float(value) if math.isfinite(value) else None for name, value in errors.items()}

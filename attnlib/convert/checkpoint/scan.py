@@ -1,4 +1,4 @@
-"""One pass over the source before writing: hash every file and find tensors that are not finite."""
+"""Read the source once before writing: hash every file and find tensors with NaN or infinities."""
 
 import hashlib
 from collections import Counter
@@ -16,7 +16,7 @@ from .at_once import read_at_once
 def scan(
     checkpoint: Checkpoint, advance: Callable[[int], object]
 ) -> tuple[dict[str, dict[str, int | str]], dict[str, dict[str, int]]]:
-    """Return size and sha256 by file, and the ``nan`` and ``inf`` counts of each tensor that has any.
+    """Return size and sha256 of each file, and the ``nan`` and ``inf`` counts of tensors with such values.
 
     ``advance`` is called with the number of bytes after each read. The hashes are stored in
     ``checkpoint.hashes``.
@@ -33,7 +33,7 @@ def scan(
 def _read(
     checkpoint: Checkpoint, file: SourceFile, advance: Callable[[int], object]
 ) -> tuple[str, dict[str, dict[str, int]]]:
-    """Return a file's sha256 and the counts of non-finite values by tensor."""
+    """Return a file's sha256, and the counts of NaN and infinite values for each tensor that has any."""
     digest, buffer, nonfinite = hashlib.sha256(), buffer_for(file.size), {}
     with ThreadPoolExecutor(1) as hashing:
         for name, start, end, dtype in _stretches(checkpoint, file):
@@ -50,7 +50,7 @@ def _read(
 def _stretches(
     checkpoint: Checkpoint, file: SourceFile
 ) -> Iterator[tuple[str | None, int, int, torch.dtype]]:
-    """Yield the byte ranges of a file in order: each tensor, and gaps between tensors with None as name."""
+    """Yield the byte ranges of a file in order; bytes outside of tensors have None as their name."""
     position = 0
     for name, tensor in checkpoint.tensors.items():
         if tensor.file is file:

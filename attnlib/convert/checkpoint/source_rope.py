@@ -1,4 +1,4 @@
-"""Read the rope from a Hugging Face config.json, in the form of transformers 5 or earlier."""
+"""Read rotary embeddings (rope) from a config.json, as transformers 5 or an earlier version writes it."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,12 +12,12 @@ from .model import shape_of
 from .names import family_of, text_of
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# "su" occurs in the first Phi 3 files. "mrope" has several positions per image patch, but one per text token.
+# The first Phi 3 files say "su". "mrope" gives image patches several positions, but text tokens only one.
 RENAMED = MappingProxyType({"su": "longrope", "mrope": "default"})
 WINDOW, FULL = "sliding_attention", "full_attention"
-OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # KEYS in all other families
+OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # all other families use KEYS
 KEYS = ("rope_theta", "partial_rotary_factor")
-LOCAL = "rope_local_base_freq"  # theta of sliding-window layers
+LOCAL = "rope_local_base_freq"  # this field has the theta of sliding-window layers
 
 
 def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | None:
@@ -27,12 +27,12 @@ def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | No
     same way, but frequencies may differ between layers with and without a window.
 
     The rope is stored in ``rope_parameters`` or, in older files, in ``rope_scaling`` and ``rope_theta``. If a
-    file has both, this function reads the one that transformers reads. With ``partial_rotary_factor`` only
+    file has both, the function makes the same choice as transformers. With ``partial_rotary_factor``, only
     the first channels of each head are rotated.
 
     Raises:
         CheckpointError: the rope type is unknown, a layer type has no rope, or a number is missing or
-            impossible; or :func:`shape_of` refuses the model or a size.
+            impossible; or :func:`shape_of` rejects the model or a size.
     """
     config = text_of(config)
     family = family_of(config.get("model_type"))
@@ -49,7 +49,7 @@ def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | No
 
 
 def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window: bool) -> Rope:
-    """Return the rope of the layers with a window, or of those without one."""
+    """Return the rope of all layers with a sliding window, or of all layers without one."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = _fields(config, family, key, has_window=has_window)
     share = fields["partial_rotary_factor"]
@@ -74,7 +74,7 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
 def _fields(
     config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool
 ) -> dict[str, object]:
-    """Return the rope fields in ``config``, with the defaults of transformers for missing ones."""
+    """Return the rope fields in ``config``; missing fields have the defaults of transformers."""
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(given)[:80]}")
@@ -104,9 +104,9 @@ def _fields(
 
 
 def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Mapping[str, object]:
-    """Return the rope fields of layers with a sliding window, or of those without one.
+    """Return the rope fields for layers with a sliding window, or for layers without one.
 
-    Older files scale only the layers without a window.
+    In older files, the rope scaling applies only to layers without a window.
     """
     if key == "rope_scaling":
         return {} if has_window else given
@@ -119,7 +119,7 @@ def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Ma
 
 
 def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int) -> bool:
-    """True if the layer has a rope."""
+    """True if layer ``index`` rotates its queries and keys."""
     if family.rope_layers is None:
         return True
     if family.rope_layers == "layer_types":
@@ -131,7 +131,7 @@ def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int)
 
 
 def _has_window(config: Mapping[str, object], index: int) -> bool:
-    """True if the layer has a sliding window, for the families whose rope depends on it."""
+    """True if a layer has a sliding window; only meaningful for families whose rope depends on windows."""
     listed = config.get("layer_types")
     if listed is not None:
         return _entry(listed, index, "layer_types") == WINDOW

@@ -1,4 +1,4 @@
-"""Verify the written result: parse each shard again, compare its sha256, and run the caller's check."""
+"""Verify written files: parse each shard again, compare its sha256, and run the caller's check."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +18,7 @@ Check = Callable[[Path, Errors], Mapping[str, object] | None]
 def verify_shards(
     folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]
 ) -> list[str]:
-    """Return the names of shards that differ from what was written.
+    """Read all shards again, and return the names of those that differ from the written bytes.
 
     ``advance`` is called with the number of bytes after each read.
     """
@@ -27,9 +27,10 @@ def verify_shards(
 
 
 def run_check(check: Check | None, folder: Path, errors: Errors) -> dict[str, object]:
-    """Run ``check`` and return its entry in the report: measures, the reason of a failure, or ``none``.
+    """Run ``check`` and return its entry for the report: its measurements, or why it failed.
 
-    The check gets the ``errors`` of each layer, so it can compare the result with the errors claimed.
+    The check gets the ``errors`` that the converter reported for each layer, to compare them with its own
+    results. Without a check, the entry says ``none``.
     """
     if check is None:
         return {"check": "none"}
@@ -49,13 +50,13 @@ def has_sha256(path: Path, sha256: str) -> bool:
 def _is_intact(
     folder: Path, hashes: Mapping[str, str], shard: Shard, advance: Callable[[int], object]
 ) -> bool:
-    from safetensors import SafetensorError, safe_open  # imported late, so that --help stays fast
+    from safetensors import SafetensorError, safe_open  # imported only here, to keep --help fast
 
     names = {dtype: name for name, dtype in DTYPES}
     planned = {name: (names[out.entry.dtype], list(out.entry.shape)) for name, out in shard.outputs.items()}
     try:
         with safe_open(folder / shard.name, "pt") as file:
-            names = file.keys()  # file is not a mapping
+            names = file.keys()  # the file object has keys(), but no dict methods
             parts = {name: file.get_slice(name) for name in names}
             stored = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
         return stored == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from .errors import NoSpaceError, OutputError, RequestError
 
-MARGIN = 1.05  # free space to require, relative to the bytes to write: file systems need some themselves
+MARGIN = 1.05  # require 5 % more free space than bytes to write, because file systems need some themselves
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NewFile:
-    """A file being written, and the ``sha256`` of its contents so far."""
+    """A file that is being written, with the ``sha256`` of the bytes so far."""
 
     def __init__(self, descriptor: int, hashing: Executor):
         self._descriptor, self._hashing, self._hash = descriptor, hashing, hashlib.sha256()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of ``data``; the caller may change ``data`` after the call."""
+        """Append ``data`` to the file; the caller may reuse the buffer afterwards."""
         view = memoryview(data)
         hashed = self._hashing.submit(self._hash.update, view)
         while view:
@@ -38,16 +38,16 @@ class NewFile:
 
 @contextmanager
 def new_file(folder: Path, name: str) -> Iterator[NewFile]:
-    """Create ``folder / name``, which appears, complete and synced, only if the block succeeds."""
+    """Yield a new file; it appears as ``folder / name``, complete and synced, only if the block succeeds."""
     temporary = folder / f".{name}.tmp"
     with suppress(FileNotFoundError):
-        os.unlink(temporary)  # left by a run that was killed
+        os.unlink(temporary)  # an earlier run was killed and left this file
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
     )
     try:
         try:
-            # Hashing takes as long as writing, and both release the GIL.
+            # Hash in a second thread: it takes as long as writing, and both release the GIL.
             with ThreadPoolExecutor(1) as hashing:
                 yield NewFile(descriptor, hashing)
             os.fsync(descriptor)
@@ -68,7 +68,7 @@ def write_file(folder: Path, name: str, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of ``folder`` to disk."""
+    """Sync ``folder`` itself to disk, so that new and renamed files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -94,9 +94,9 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
 
 def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
-    """Raise NoSpaceError unless the file system of ``folder`` has space for ``files`` more files.
+    """Raise NoSpaceError unless ``files`` more files fit on the file system of ``folder``.
 
-    They take ``planned`` bytes in total; one more file of ``largest`` bytes must fit as well.
+    The files take ``planned`` bytes in total, and another file of ``largest`` bytes must fit as well.
     """
     needed, free = int(MARGIN * planned) + largest, shutil.disk_usage(folder).free
     if free < needed:
@@ -104,7 +104,7 @@ def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
             f"{folder}: expected {needed:,} bytes free, got {free:,}; free some space and run it again"
         )
     status = os.statvfs(folder)
-    # File systems without a fixed number of inodes report 0.
+    # A file system without a fixed number of inodes reports 0, so there is no limit to check.
     if status.f_files and status.f_favail < files:
         raise NoSpaceError(
             f"{folder}: expected free inodes for {files} more files, got {status.f_favail}; delete files"
@@ -113,7 +113,7 @@ def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
 
 @contextmanager
 def clean_errors(advice: str) -> Iterator[None]:
-    """Turn an OSError of a failed write into OutputError or NoSpaceError, and add ``advice`` to it."""
+    """Convert an OSError from writing into OutputError or NoSpaceError, and add ``advice`` to the message."""
     try:
         yield
     except OutputError:
@@ -125,11 +125,11 @@ def clean_errors(advice: str) -> Iterator[None]:
 
 @contextmanager
 def sigterm_waits() -> Iterator[None]:
-    """Delay a SIGTERM to the end of the block. Outside the main thread, SIGTERM acts immediately."""
+    """Delay SIGTERM until the block ends. Outside the main thread, SIGTERM acts immediately."""
     received = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    except ValueError:  # raised outside the main thread
+    except ValueError:  # signal handlers can be set only in the main thread
         yield
         return
     try:
@@ -142,7 +142,7 @@ def sigterm_waits() -> Iterator[None]:
 
 @contextmanager
 def only_one(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target`` inside the block, so that no second run writes there.
+    """Hold a lock for ``target`` inside the block, so that no other run writes there.
 
     The operating system releases the lock when the process ends.
 
@@ -157,7 +157,7 @@ def only_one(target: Path) -> Iterator[None]:
             mine = os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor))
         except BlockingIOError:
             mine = False
-        if not mine:  # held by another run, or deleted by it between our open and lock
+        if not mine:  # another run holds the lock file, or deleted it before we locked it
             raise RequestError(
                 f"{target}: expected no other run, and another run writes there; wait until it ends"
             )

@@ -9,8 +9,8 @@ import torch
 def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
     """Choose a size for each layer from the keys of ``losses`` so that the sum of losses is minimal.
 
-    The sizes sum to at most ``total``. The result is exact: dynamic programming over the remaining budget
-    (the multiple-choice knapsack problem). Ties are broken in favor of smaller last layers.
+    The sum of the sizes is at most ``total``. The choice is optimal, since it is found by dynamic programming
+    (this is the multiple-choice knapsack problem). Among equally good choices, later layers are smaller.
 
     Raises:
         ValueError: even the smallest sizes exceed ``total``.
@@ -23,7 +23,7 @@ def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
         raise ValueError(f"total: expected at least {least}, the sum of the smallest sizes, got {total}")
     unit = gcd(*(size for options in losses for size in options))
     room = total // unit
-    # best[n] is the least loss of the layers so far within a budget of n units.
+    # best[n] is the smallest total loss of the layers so far if their sizes sum to at most n.
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options in losses:

@@ -1,4 +1,4 @@
-"""Converters to layers with fewer KV heads, in attnlib's own form."""
+"""Convert layers to fewer KV heads, for checkpoints in attnlib's own form."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from .kind import Kind, Measured
 
 
 class GroupedKind(Kind):
-    """Layers with fewer KV heads; the size is the KV-head count, and :func:`grouped` takes the options."""
+    """Layers with fewer KV heads; the size is their number, and ``options`` go to :func:`grouped`."""
 
     def sizes(self, index: int) -> list[int]:
         heads = self.model.shape.kv_heads

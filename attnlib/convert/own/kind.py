@@ -1,4 +1,4 @@
-"""Base class for the layer types that attnlib's own form supports: possible sizes, losses and converters."""
+"""The base class of layer types in attnlib's own form: their possible sizes, losses and converters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Calibrations = Callable[[int], Calibration]
 class Measured(NamedTuple):
     """A layer's loss at each possible size, and the converted layers of the requested sizes.
 
-    A loss is the relative squared error of the scores plus that of the outputs.
+    A loss is the relative squared error of the scores plus the relative squared error of the outputs.
     """
 
     losses: dict[int, float]
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind(ABC):
-    """Converts the layers of ``model`` to one layer type; ``options`` are those of its functions."""
+    """Converts the layers of ``model`` to one layer type, whose converter functions take ``options``."""
 
     model: CheckpointModel
     calibrations: Calibrations | None
@@ -42,9 +42,9 @@ class Kind(ABC):
 
     @abstractmethod
     def form(self, index: int, size: int) -> LayerForm:
-        """Return the form of a layer of this size, with placeholders for the rope pairs.
+        """Return the config.json entry (form) of a converted layer of this size.
 
-        The conversion chooses the rope pairs.
+        Its rope pairs are placeholders; the conversion chooses them later.
 
         Raises:
             ValueError: the size is impossible for this layer.
@@ -52,21 +52,21 @@ class Kind(ABC):
 
     @abstractmethod
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
-        """Return the losses at all sizes, and converted layers of ``sizes``.
+        """Return a layer's losses at all possible sizes, and the layer converted to each of ``sizes``.
 
-        The weights are decomposed only once for all of them.
+        Some layer types decompose the weights only once for all sizes.
         """
 
     @abstractmethod
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        """Return a layer of this size converted from ``weights``; both have our parameter names."""
+        """Convert a layer to this size; old and new weights have attnlib's parameter names."""
 
     def token_bytes(self, index: int, size: int) -> int:
-        """Return the cache bytes per token of a layer of this size."""
+        """Return the KV-cache bytes per token that layer ``index`` takes at this size."""
         return layout_of(self.form(index, size), self.model).token_bytes
 
     def converter(self, sizes: Sequence[int]) -> ConverterByLayer:
-        """Return a converter to layers of these sizes, for a checkpoint in attnlib's own form."""
+        """Return a converter that gives each layer its size in ``sizes``, in attnlib's own form."""
         config = own_config(without_code(self.model.checkpoint.config))
 
         def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:

@@ -1,6 +1,6 @@
-"""Converters to latent layers in attnlib's own form.
+"""Convert layers to latent attention (MLA), for checkpoints in attnlib's own form.
 
-Unlike DeepSeek's config, this form supports windows, biases and any rope.
+Unlike DeepSeek's config.json, attnlib's own form supports windows, biases and any rope.
 """
 
 import math
@@ -32,15 +32,16 @@ from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import Spectrum
 from .kind import Kind, Measured
 
-ROPE_DIM = 64  # default number of rotary channels; fewer if the source has fewer
-STEP = 16  # distance between the candidate ranks
+ROPE_DIM = 64  # default number of rotary channels, if the source has at least as many
+STEP = 16  # ranks are chosen in steps of this, or in smaller steps for small latents
 
 
 class _Decomposed(NamedTuple):
-    """A layer decomposed for truncation to any rank.
+    """A layer decomposed once, so that it can be truncated to any rank.
 
-    ``whole`` is the latent of full rank, ``seen`` the inputs, ``cost`` and ``queries`` weigh errors of the
-    latent and of the queries, and ``rotation_loss`` is the share of scores lost by rotating fewer channels.
+    ``whole`` is the latent of full rank, and ``seen`` describes the calibration inputs. ``cost`` weighs
+    errors of the latent, ``queries`` errors of the queries. ``rotation_loss`` is the relative squared error
+    of the scores from rotating fewer channels.
     """
 
     whole: Latent
@@ -53,8 +54,8 @@ class _Decomposed(NamedTuple):
 class LatentKind(Kind):
     """Latent layers (MLA); the size is the rank.
 
-    ``options`` are ``rope_dim`` (None for the default), ``q_rank``, the rank of queries (None for queries
-    without a latent), and ``reach``.
+    ``options`` are ``rope_dim``, the number of rotary channels (None for the default), ``q_rank``, the rank
+    of the queries (None for queries without a latent), and ``reach``.
     """
 
     def sizes(self, index: int) -> list[int]:
@@ -78,7 +79,7 @@ class LatentKind(Kind):
             qk_nope_head_dim=self._unrotated(index),
             qk_rope_head_dim=rope_dim,
             v_head_dim=shape.head_dim,
-            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders until conversion
+            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders, replaced in _layer
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
         )
@@ -104,7 +105,7 @@ class LatentKind(Kind):
         shape: LayerShape,
         size: int,
     ) -> ConvertedLayer:
-        """Return the layer of this size; full rank needs no spectrum."""
+        """Convert a layer to a latent of rank ``size``; ``spectrum`` may be None for the full rank."""
         latent = layer.whole if size == len(layer.whole.down) else spectrum.cut(layer.whole, size)
         keys, values = layer.cost.shares(layer.whole, latent, layer.seen)
         squares = {"key_error": keys, "value_error": values, "rope_error": layer.rotation_loss}
@@ -130,7 +131,7 @@ class LatentKind(Kind):
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
-        # With all rotary channels no pairs are mixed, and even_queries would change bits for nothing.
+        # If all rotary channels stay, no pairs are mixed, and even_queries would only add rounding errors.
         if self._rope_dim(shape.index) < self._rotary(shape.index):
             heads = even_queries(heads, calibration)
         whole, rotation_loss = whole_latent(
@@ -143,23 +144,23 @@ class LatentKind(Kind):
         )
 
     def _rotary(self, index: int) -> int:
-        """Return the number of rotary channels of all KV heads together."""
+        """Return the source's number of rotary channels, summed over its KV heads."""
         rope = rope_of(self.model.config, index)
         return 0 if rope is None else rope.dim * self.model.shape.kv_heads
 
     def _rope_dim(self, index: int) -> int:
-        """Return the requested number of rotary channels or the default; 0 for a layer without rope."""
+        """Return the number of rotary channels after conversion; 0 for a layer without rope."""
         rotary, asked = self._rotary(index), self.options["rope_dim"]
         return min(ROPE_DIM, rotary) if asked is None or not rotary else asked
 
     def _whole(self, index: int) -> int:
-        """Return the rank of the full latent."""
+        """Return the largest rank of a layer's latent, at which nothing is truncated."""
         return 2 * self.model.shape.kv_heads * self.model.shape.head_dim - self._rope_dim(index)
 
     def _unrotated(self, index: int) -> int:
         """Return the number of unrotated channels of a query.
 
-        That is the whole head if some pairs are no longer rotated.
+        If some rotary pairs are dropped, this is the size of the whole head.
         """
         shape, rotary = self.model.shape, self._rotary(index)
         if self._rope_dim(index) < rotary:
@@ -168,7 +169,7 @@ class LatentKind(Kind):
 
 
 def _padded(latent: Latent, width: int) -> Latent:
-    """Pad the latent with zero channels to ``width`` unrotated channels."""
+    """Add zero channels to the latent's heads, to give them ``width`` unrotated channels."""
     more = width - latent.to_nope.shape[1]
     return replace(
         latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more))

@@ -1,4 +1,4 @@
-"""Measure what each layer loses at smaller sizes, and the effect on the model if only that layer shrinks."""
+"""Measure the loss of each layer at smaller sizes, and the effect on the model if only one layer shrinks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,19 +20,19 @@ from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
 from .kind import Kind, Measured
 
-TOKENS = 512  # tokens of the text to run; fewer if their hidden states would exceed ROOM
-ROOM = 2**30  # bytes
-WORDS, PLACES = 8192, 128  # vocabulary and positions of the logits in memory at once
+TOKENS = 512  # measure on this many tokens, or fewer if their hidden states would exceed ROOM
+ROOM = 2**30  # memory for hidden states, in bytes
+WORDS, PLACES = 8192, 128  # logits of this many tokens at this many positions are in memory at once
 
 States = list[Tensor]  # hidden states [1, length, m] of each window
 BySize = list[dict[int, float]]  # one dict for each layer, from size to value
 
 
 class Found(NamedTuple):
-    """Measured ``losses`` of each layer at every possible size, and their cost to the model in ``nats``.
+    """The ``losses`` of each layer at every possible size, and their effect on the model in ``nats``.
 
-    ``nats`` is the KL divergence, in nats per token, of a model in which only that layer has the size; None
-    if there was no text to run.
+    ``nats`` holds KL divergences from the source, in nats per token, of models in which only one layer is
+    converted. It is None if there was no text to run.
     """
 
     losses: BySize
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
 
 def losses_alone(kind: Kind, advance: Callable[[], object] = lambda: None) -> Found:
-    """Measure the loss of each layer without a text; ``advance`` is called after each layer."""
+    """Measure the losses of each layer without a text; ``advance`` is called after each layer."""
     losses = []
     for index in kind.model.layers:
         losses.append(_measured(kind, index, ()).losses)
@@ -54,9 +54,9 @@ def found_on(
 ) -> Found:
     """Measure the loss of each layer, and the KL divergence if only that layer has one of its ``sizes``.
 
-    ``tokens`` ``[samples, length]`` is a text, which is run in part. All these models run side by side, one
-    layer at a time: each branches off the source model at its own layer and continues with the source's
-    layers. ``advance`` is called after each layer.
+    ``tokens`` ``[samples, length]`` is a text, of which only the beginning may be used. The models with one
+    converted layer run side by side: each branches off the source model at its converted layer and then
+    continues with the source's layers. ``advance`` is called after each layer.
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
@@ -76,7 +76,7 @@ def found_on(
                 ):
                     apart[-1][size] = _run_layer(layer, path, workers.map)
             path = _run_layer(layer, path, workers.map)
-        del measured  # frees memory for the next layer
+        del measured  # free the memory for the next layer
         give_back()
         advance()
     return Found(losses, _nats(_head(kind), layers.load_norm(), path, apart))
@@ -87,7 +87,7 @@ def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
 
 
 def _first_tokens(tokens: Tensor, token_bytes: int) -> Tensor:
-    """Return the tokens that fit into ROOM: the first windows, or the start of the first window."""
+    """Return the tokens to measure on: the first windows of the text, or the start of the first window."""
     count = max(1, min(TOKENS, ROOM // token_bytes))
     length = min(tokens.shape[1], count)
     return tokens[: max(1, count // length), :length]
@@ -99,7 +99,7 @@ def _run_layer(layer: nn.Module, states: States, map_: Callable) -> States:
 
 @contextmanager
 def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
-    """Replace the decoder layer's attention, its attribute ``name``, inside the block."""
+    """Inside the block, replace the attention of a decoder layer, which is its attribute ``name``."""
     own = getattr(layer, name)
     setattr(layer, name, attention)
     try:
@@ -109,7 +109,7 @@ def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> It
 
 
 def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> nn.Module:
-    """Return a converted layer wrapped as an attention module of transformers."""
+    """Return a converted layer as an attention module that transformers' decoder layers can call."""
     from ...integrations.transformers.own import attention_alone
 
     state = {name: value.to(kind.device, torch.float32) for name, value in made.weights.items()}
@@ -131,7 +131,10 @@ def _head(kind: Kind) -> Head:
 
 
 def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]]) -> BySize:
-    """Return the KL divergence of each branch from the source, computed from their final hidden states."""
+    """Return KL divergences from the source model for every layer and size, from final hidden states.
+
+    ``path`` are the hidden states of the source, ``apart`` those of the models with one converted layer.
+    """
     nowhere = torch.full((PLACES,), -1, device=path[0].device)
     places = [x for states in path for x in through(norm, states)[0].split(PLACES)]
     found = []
@@ -148,8 +151,8 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
         for some in (some for branches in found for some in branches.values()):
             for x, y, divergence in some:
                 divergence.add(first, old_logits[id(x)], head(y))
-            # Freed logits leave holes between the sums that stay allocated: 6 GB for 60 branches of a model
-            # with 135M weights.
+            # Freed logits leave unused holes between the sums that remain allocated: 6 GB in total for 60
+            # models with 135M weights.
             give_back()
     return [{size: _mean(some) for size, some in branches.items()} for branches in found]
 

@@ -13,24 +13,25 @@ from .allotment import allot
 from .kind import Kind
 from .measuring import BySize, Found, found_on, losses_alone
 
-VERSION = 1  # increment when the same model and text give other measurements
-# Importance is measured on little text. So it is at least LEAST times the mean, and raising it to POWER
-# pulls it towards the mean. KL divergence in nats of a model with 135M weights, in a cache as large as that
-# of rank 128 or 64 in every layer (2026-11):
-#                        rank 128   rank 64
-#   same rank for all       0.268     0.779
-#   equal importance        0.276     0.772
-#   importance              0.265     0.669
-#   importance ** 0.7       0.259     0.669
-#   importance ** 0.5       0.259     0.678
+VERSION = 1  # increment this if the same model and text give different measurements than before
+# A layer's importance is measured on little text and is therefore noisy. So values below LEAST times the mean
+# are raised to that, and the power POWER brings all values closer together. The table shows a converted
+# model's KL divergence from its source (135M weights) in nats per token. The columns are cache budgets: as
+# many bytes as rank 128, or rank 64, in every layer (2026-11).
+#                              rank 128   rank 64
+#   same rank for all layers      0.268     0.779
+#   equal importance              0.276     0.772
+#   importance as measured        0.265     0.669
+#   importance ** 0.7             0.259     0.669
+#   importance ** 0.5             0.259     0.678
 LEAST, POWER = 0.05, 0.7
 
 
 def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress: bool) -> list[int]:
     """Return the layer sizes with the least total loss in a cache of ``total`` bytes per token.
 
-    A layer's loss is weighted by its importance on a text; without calibrations all layers have equal weight.
-    Measurements are stored next to the calibrations and reused by later runs.
+    A layer's loss is weighted by its importance to the model, measured on a text; without calibrations, all
+    layers have equal weight. Measurements are stored next to the calibrations, and later runs reuse them.
     """
     found = _found(kind, _compared(kind, total), kept, progress=progress)
     weights = [1.0] * len(found.losses) if found.nats is None else _weights(found.losses, found.nats)
@@ -45,7 +46,7 @@ def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress:
 
 
 def _compared(kind: Kind, total: int) -> list[list[int]]:
-    """Return the sizes of each layer to try on a text: an equal share of the cache, and the largest size."""
+    """Return two sizes of each layer to try on a text: the one that fits an equal share, and the largest."""
     share, compared = total // len(kind.model.layers), []
     for index in kind.model.layers:
         sizes = kind.sizes(index)
@@ -83,9 +84,9 @@ def _plain(values: BySize) -> list[dict[str, float]]:
 
 
 def _weights(losses: BySize, nats: BySize) -> list[float]:
-    """Return the importance of each layer: its cost in nats per unit of loss.
+    """Return the importance of each layer: the model's KL divergence per unit of the layer's loss.
 
-    Both are taken at an equal share of the cache, minus their values at the largest size.
+    Both are measured at an equal share of the cache, and their values at the largest size are subtracted.
     """
     weights = []
     for found, cost in zip(losses, nats, strict=True):
@@ -102,7 +103,7 @@ def smallest(kind: Kind) -> list[int]:
 
 
 def require_room(kind: Kind, total: int) -> None:
-    """Raise RequestError unless the smallest layers fit into ``total`` bytes per token."""
+    """Raise RequestError if layers of the smallest sizes exceed ``total`` cache bytes per token."""
     least = sum(map(kind.token_bytes, kind.model.layers, smallest(kind)))
     if total < least:
         raise RequestError(
@@ -111,10 +112,10 @@ def require_room(kind: Kind, total: int) -> None:
 
 
 def cache_bytes(asked: str, whole: int) -> int:
-    """Parse ``--cache``: bytes per token, or a share such as 25% of the source's ``whole`` bytes.
+    """Parse ``--cache``: bytes per token, or a percentage of the ``whole`` bytes that the source takes.
 
     Raises:
-        RequestError: the value is neither, or larger than the source's cache.
+        RequestError: the value is malformed, or larger than the source's cache.
 
     >>> cache_bytes("25%", 4096), cache_bytes("1536", 4096)
     (1024, 1536)

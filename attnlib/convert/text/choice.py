@@ -50,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text ``file`` (None for the sample), cut into ``samples`` of ``length`` tokens, and a folder to keep.
+    """The calibration options: which text to use, and how much of it.
 
-    ``kept`` is the folder where calibrations are stored for later runs, or None.
+    ``file`` is the text, None for the bundled sample. It is cut into ``samples`` windows of ``length``
+    tokens. ``kept`` is a folder that keeps calibrations for later runs, or None.
     """
 
     file: Path | None
@@ -62,10 +63,10 @@ class Choice:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Choice | None":
-        """Return the choice in the options; None for no calibration.
+        """Return the calibration options in ``arguments``; None if no calibration is wanted.
 
         Raises:
-            RequestError: an option requires a calibration.
+            RequestError: ``--no-calibration`` is combined with an option that needs a calibration.
         """
         if not arguments.no_calibration:
             return cls(arguments.text, arguments.samples, arguments.length, arguments.keep_calibration)
@@ -76,7 +77,7 @@ class Choice:
         return None
 
     def tokens(self, source: Path) -> tuple[Tensor, dict[str, object]]:
-        """Return the text's tokens from the tokenizer of ``source``, and their entries in the report.
+        """Tokenize the text with the tokenizer of ``source``; also return entries about it for the report.
 
         Raises:
             RequestError, CheckpointError: as :func:`read_text` and :func:`tokens_of`.
@@ -89,7 +90,7 @@ class Choice:
                     LENGTH, getattr(read_config(source).get_text_config(), "max_position_embeddings", LENGTH)
                 )
             tokens = tokens_of(source, text, samples=samples, length=length)
-        samples, length = tokens.shape  # a short text gives fewer samples
+        samples, length = tokens.shape  # a short text may have fewer samples
         reported = {"text_sha256": sha256, "samples": samples, "length": length}
         reported |= {"text": SAMPLE} if self.file is None else {}
         return tokens, {"calibration": reported, "transformers": stock().__version__}
@@ -113,7 +114,7 @@ class Choice:
 
 
 def calibration_line(settings: Mapping[str, object]) -> str:
-    """Return a line for the summary on the calibration text in ``settings``."""
+    """Return the summary line that names the calibration text, from the report's ``settings``."""
     calibration = settings["calibration"]
     if isinstance(calibration, str):
         return f"calibrated on: {calibration}"

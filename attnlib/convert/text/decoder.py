@@ -1,4 +1,4 @@
-"""A checkpoint's decoder, built by transformers without weights, and the attribute names of its parts."""
+"""Build a checkpoint's decoder without weights, and find the attribute names of its parts."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..stock import body_class_of, quiet, read_config
 
 
 class Names(NamedTuple):
-    """The attribute names of a decoder's parts."""
+    """The attribute names under which a decoder has its embedding, its layers and its final norm."""
 
     embedding: str
     layers: str
@@ -27,27 +27,26 @@ KNOWN = (
 
 
 def without_weights(checkpoint: Checkpoint) -> nn.Module:
-    """Return the decoder without its head, built by transformers on the meta device.
+    """Return the model without its head, built by transformers on the meta device.
 
-    Only its rope module, which computes the angles, is on a real device.
+    Only the rope module, which computes the angles, is on a real device.
     """
     with quiet():
         config = read_config(checkpoint).get_text_config()
         with torch.device("meta"):
             base = body_class_of(config)._from_config(config, dtype=torch.float32)
-    base = getattr(base, "decoder", base)  # OPT has its decoder there
-    # attnlib's own rope module has no buffers, so it needs no replacement.
+    base = getattr(base, "decoder", base)  # OPT wraps its decoder in another module
+    # Buffers on the meta device have no values. attnlib's own rope module has no buffers.
     if hasattr(base, "rotary_emb") and [*base.rotary_emb.buffers()]:
         base.rotary_emb = type(base.rotary_emb)(config)
     return base.eval()
 
 
 def names_of(decoder: nn.Module) -> Names:
-    """Return the attribute names of this decoder's parts.
+    """Return the attribute names of the embedding, the layers and the final norm of a decoder.
 
     Raises:
-        CheckpointError: the names are unknown, or the decoder has a module after its norm, as OPT 350M
-            has.
+        CheckpointError: the names are unknown, or another module follows the norm, as in OPT 350M.
     """
     children = dict(decoder.named_children())
     for names in KNOWN:

@@ -1,4 +1,4 @@
-"""Map transformers' stacked expert tensors to the tensors of a file, which often stores each expert alone."""
+"""Find the stored tensors of mixture-of-experts layers, which transformers stacks into one."""
 
 from collections.abc import Container, Iterator
 from itertools import count
@@ -19,10 +19,10 @@ Parts = tuple[tuple[str, ...], ...]
 
 
 def parts_of(name: str, stored: Container[str]) -> Parts | None:
-    """Return the names of the stored tensors that make up ``name``, one row for each expert.
+    """Return the names of the stored tensors that make up transformers' tensor ``name``.
 
-    To build the tensor, concatenate the tensors of each row and stack the rows. A single name means that the
-    file has the tensor itself; None means that it has no matching tensors.
+    The result has one row of names for each expert: concatenate the tensors of each row and stack the rows. A
+    single name means that the file has the tensor itself; None means that it has no matching tensors.
     """
     for new, old in RENAMED:
         if name.replace(new, old) in stored:
@@ -37,7 +37,7 @@ def parts_of(name: str, stored: Container[str]) -> Parts | None:
 
 
 def _rows(place: str, parts: tuple[str, ...], stored: Container[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the names of one expert after another, until one has a missing tensor."""
+    """Yield a row of tensor names for each expert, until an expert's tensors are not all stored."""
     for expert in count():
         row = tuple(f"{place}{expert}.{part}.weight" for part in parts)
         if not all(name in stored for name in row):

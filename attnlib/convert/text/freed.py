@@ -1,4 +1,4 @@
-"""Return freed memory to the system: glibc keeps holes that add up while layers come and go."""
+"""Return freed memory to the system, because glibc keeps it when one layer after another is freed."""
 
 import ctypes
 
@@ -6,8 +6,9 @@ import ctypes
 def give_back() -> None:
     """Return unused pages to the system if the C library supports it.
 
-    Weights of some megabytes leave holes that later ones do not fill: forty layers of 51 MB in a row left 1.6
-    GB (glibc 2.36, 2026-11), and 30 MB with a call after each layer. A call takes a millisecond.
+    When weights of some megabytes are freed, later weights do not fill the holes. After 40 layers of 51 MB,
+    loaded and freed in turn, 1.6 GB were unused, compared with 30 MB if this function is called after each
+    layer (glibc 2.36, 2026-11). A call takes a millisecond.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Held-out tokens: text that no calibration has seen, to measure what a conversion lost."""
+"""Choose held-out text, which no calibration has used, to measure the loss of a conversion."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from .sample import held_out as rest_of_sample
 from .tokens import tokenizer_of, tokens_of
 
 WINDOWS, LENGTH = 8, 512
-# Matrix products whose row count is not a multiple of 16 have bits that differ between threads (MKL 2024.2).
+# MKL 2024.2 rounds products differently on different threads unless the row count is a multiple of 16.
 STEP = 16
 BEHIND = "the given text, after the calibration part"
 SAMPLE = "the bundled sample's last fifth, which is held out"
 
 
 class HeldOut(NamedTuple):
-    """Windows ``[windows, n]`` of a text, and a description of that text for the report."""
+    """Tokens ``[windows, n]`` of a text, and a description of the text for the report."""
 
     tokens: Tensor
     text: str
@@ -28,12 +28,12 @@ class HeldOut(NamedTuple):
 def held_out(
     folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS
 ) -> HeldOut | None:
-    """Return up to ``windows`` windows of 512 tokens, by the tokenizer in a checkpoint's folder.
+    """Return up to ``windows`` windows of 512 tokens, from the tokenizer in a checkpoint's folder.
 
-    They come from ``text`` after its first ``used`` tokens. The held-out part of the bundled sample is used
-    if there is no text, or if it has too few tokens left for one window of 16. Each window starts with the
-    tokenizer's initial special token, if it has one. The result is None if the folder has no tokenizer, or if
-    the tokenizer does not match the model's vocabulary.
+    The tokens come from ``text``, after its first ``used`` tokens. Without a text, or if fewer than 16 tokens
+    are left, they come from the held-out part of the bundled sample. Each window starts with the tokenizer's
+    initial special token, if it has one. The result is None if the folder has no tokenizer, or if a
+    token is not in the model's vocabulary.
     """
     config = read_config(folder).get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH)) // STEP * STEP
@@ -50,15 +50,15 @@ def held_out(
 
 
 def _behind(folder: Path, text: str, skipped: int, wanted: int) -> Tensor | None:
-    """Return some tokens of a text after the first ``skipped``; None if the text has no tokens."""
+    """Return ``wanted`` tokens after the first ``skipped`` of a text; None if the text has no tokens."""
     try:
         return tokens_of(folder, text, samples=skipped + wanted, length=1)[skipped:, 0]
-    except RequestError:  # not a single token
+    except RequestError:  # the text has no tokens
         return None
 
 
 def _windows(tokens: Tensor, first: int | None, length: int) -> Tensor:
-    """Return as many full windows as there are tokens for, else one shorter window, else ``[0, 0]``."""
+    """Cut tokens into full windows, or into one shorter window if there are too few tokens."""
     begin = tokens.new_tensor([] if first is None else [first])
     length = min(length, (len(tokens) + len(begin)) // STEP * STEP)
     if not length:

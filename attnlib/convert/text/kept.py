@@ -1,4 +1,4 @@
-"""Calibrations of all layers, computed once in a phase of its own and resumed after an interruption."""
+"""Compute the calibrations of all layers before converting them, and store them to resume later."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,18 +24,19 @@ from ..stock import stock
 from .layerwise import TextCalibration
 from .stored import LayerFolder
 
-VERSION = 2  # increment when the same text gives other calibrations
+VERSION = 2  # increment this if the same text gives different calibrations than before
 STAYS = "finished calibrations are kept: run the same command again to resume"
-# Bytes of hidden states written per second of work: a disk with 500 MB/s is busy a tenth of the time.
+# Write at most this many bytes of hidden states per second, so that a disk with 500 MB/s is busy 10 % of the
+# time.
 PACE = 5e7
 WITHOUT = "--no-calibration converts without a text"
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPath:
-    """The location of a calibration folder: ``<start><identity>``, where ``start`` is a path.
+    """Where to store calibrations: in the folder ``<start><identity>``, where ``start`` is a path.
 
-    ``is_kept`` keeps the folder for other conversions; ``is_left`` leaves it after an interrupted run.
+    If ``is_kept``, the folder is kept for other conversions; if ``is_left``, for resuming an interrupted run.
     """
 
     start: Path
@@ -44,11 +45,11 @@ class CalibrationPath:
 
 
 class CalibrationStore:
-    """Loads the calibration of layer ``index`` over ``tokens`` ``[samples, length]`` from a folder.
+    """A folder of calibrations on a text; a call with a layer's index returns that layer's calibration.
 
-    The first call computes the calibrations that are missing in the folder, for all layers. Use the store as
-    a context manager: at the end of the block it removes the folder, unless ``place`` keeps it for other
-    conversions, or leaves it because the run was interrupted.
+    The text is given as ``tokens`` ``[samples, length]``. The first call computes all calibrations that are
+    missing in the folder. Use the store as a context manager: at the end of the block it removes the folder,
+    unless ``place`` keeps it for other conversions or for resuming an interrupted run.
 
     Raises:
         CheckpointError: as :class:`TextCalibration`; the message says how to convert without calibration.
@@ -94,12 +95,12 @@ class CalibrationStore:
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """Return the measurements that :meth:`remember` stored for ``asked``, or None."""
+        """Return the measurements that :meth:`remember` stored for the same ``asked``, or None."""
         self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Store measurements, as plain data, next to the calibrations they were made with.
+        """Store measurements (plain data) next to the calibrations that they were made with.
 
         If another run holds the folder's lock, nothing is stored, and the next run measures again.
         """
@@ -127,7 +128,7 @@ class CalibrationStore:
         self._running = None  # frees the hidden states
 
     def _calibrate(self, stored: LayerFolder) -> None:
-        """Recompute damaged layers, from the first layer on, and then compute the missing ones."""
+        """Compute damaged calibrations again, starting at the first layer, and then compute missing ones."""
         again, samples = max(stored.lost, default=-1) + 1, len(self.tokens)
         skipped = max(stored.reached - again, 0)
         with bar(self.title, samples * stored.count, " samples x layers", done=samples * skipped) as shown:
@@ -151,7 +152,7 @@ class CalibrationStore:
             require_room(self.place.start.parent, layers * layer + states, max(layer, states), layers + 3)
 
     def _identity(self) -> dict[str, object]:
-        """Return what determines the calibration's bytes: weights, tokens, device type and versions."""
+        """Return everything that affects the calibrations: weights, tokens, device type and versions."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
         hashes = read_at_once(checkpoint.sha256, files, lambda count: None)
@@ -168,7 +169,7 @@ class CalibrationStore:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Add a hint to use ``--no-calibration`` to CheckpointErrors."""
+    """If the block raises a CheckpointError, add to its message that ``--no-calibration`` avoids it."""
     try:
         yield
     except CheckpointError as error:

@@ -1,8 +1,8 @@
-"""Run a checkpoint's decoder one layer at a time, so that the model is never in memory as a whole.
+"""Run a checkpoint's decoder with only one layer in memory at a time.
 
-transformers builds the model without memory for its weights. One forward pass records the arguments that each
-layer gets besides hidden states: masks, positions, angles. Then each layer in turn loads its weights,
-transforms the hidden states, and frees the weights.
+transformers builds the model without memory for its weights. One forward pass records all arguments that each
+layer gets besides hidden states: masks, positions and rotary angles. Then one layer after another loads its
+weights, transforms the hidden states, and frees the weights.
 """
 
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ class TextLayers:
         return states
 
     def _embed_by(self, rows: Tensor) -> None:
-        """Use ``rows`` as the embedding weight; transformers initializes the embedding's buffers."""
+        """Make ``rows`` the embedding weight, and let transformers initialize the embedding's buffers."""
         embedding = getattr(self._base, self._names.embedding)
         embedding.padding_idx = None
         for name, buffer in [*embedding.named_buffers()]:
@@ -85,7 +85,7 @@ class TextLayers:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """Inside the block, load other weights used before the first layer, such as learned positions."""
+        """Inside the block, load the weights of other modules, such as learned positions."""
         beside = {name: child for name, child in self._base.named_children() if name not in self._names}
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
@@ -98,7 +98,7 @@ class TextLayers:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Inside the block, layers only record their arguments, and the norm is an identity."""
+        """Inside the block, layers only record their arguments, and the final norm does nothing."""
         layers, norm = self._layers, getattr(self._base, self._names.norm)
         recorders = [_Recorder() for _ in layers]
         setattr(self._base, self._names.layers, nn.ModuleList(recorders))
@@ -120,7 +120,7 @@ class TextLayers:
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Yield a layer with its weights, which are freed at the end of the block.
 
-        Call it with hidden states only; the other arguments are those recorded by :meth:`embedded`.
+        Call the layer with hidden states only; :meth:`embedded` has recorded its other arguments.
         """
         layer = self._layers[index]
         try:
@@ -130,18 +130,18 @@ class TextLayers:
             layer.to("meta")
 
     def load(self, module: nn.Module, prefix: str) -> None:
-        """Load the checkpoint's weights with the name prefix ``prefix`` into a module.
+        """Load a module's weights from the checkpoint, where their names start with ``prefix``.
 
         Raises:
             CheckpointError: a weight is missing or has the wrong size.
         """
         for name, parts in self._stored(module, prefix).items():
-            # Copied to new memory, because the alignment of a factor affects the rounding of its product.
+            # Copy to new memory, because the alignment of a matrix affects the rounding of its products.
             weight = torch.empty_like(module.get_parameter(name), dtype=torch.float32, device=self.device)
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
                 start = 0
-                # The transfer is in the stored dtype; a GPU converts to fp32 itself.
+                # Transfer the stored dtype, which is often smaller, and convert to fp32 on the device.
                 for part in map(self.tensor, names):
                     row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
@@ -173,20 +173,20 @@ class TextLayers:
 
 
 def through(module: nn.Module, states: Tensor) -> Tensor:
-    """Return ``module(states)`` without gradients."""
-    with torch.no_grad():  # grad mode is per thread
+    """Run a module on hidden states without recording gradients."""
+    with torch.no_grad():  # needed here, as each thread has its own grad mode
         return module(states)
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a layer besides the hidden states."""
+    """The arguments that a decoder layer gets besides the hidden states."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
 
 class _BoundLayer(nn.Module):
-    """A layer with bound arguments, which are the same for all samples."""
+    """A decoder layer bound to its other arguments, so that it is called with hidden states only."""
 
     def __init__(self, layer: nn.Module, arguments: _Arguments):
         super().__init__()
@@ -197,7 +197,7 @@ class _BoundLayer(nn.Module):
 
 
 class _Recorder(nn.Module):
-    """A layer that records its arguments and returns the hidden states unchanged."""
+    """Replaces a decoder layer: records its arguments and returns the hidden states unchanged."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         self.arguments = _Arguments(args, kwargs)
@@ -205,9 +205,9 @@ class _Recorder(nn.Module):
 
 
 def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, ...]:
-    """Return the shape of the tensors after joining each row, and stacking the rows if ``stacked``.
+    """Return the shape that results from concatenating each row of tensors and stacking the rows.
 
-    The result is () if the shapes do not fit together.
+    Rows are stacked only if ``stacked``. The result is () if the shapes do not fit together.
     """
     rows = {(sum(shape[0] for shape in row), *row[0][1:]) for row in shapes}
     tails = {shape[1:] for row in shapes for shape in row}
@@ -217,6 +217,6 @@ def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, 
 
 
 def _rows(stored: StoredTensor, used: Tensor) -> Tensor:
-    """Return rows of a tensor by ascending indices; adjacent rows are read in one go."""
+    """Read the rows of a stored tensor whose indices are in ``used``, in ascending order."""
     ends = (used.diff() > 1).nonzero().flatten() + 1
     return torch.cat([stored.rows(int(run[0]), int(run[-1]) + 1) for run in used.tensor_split(ends.tolist())])

@@ -1,4 +1,4 @@
-"""Calibrate the layers of a checkpoint on text, one after another."""
+"""Compute the calibration of each layer of a checkpoint on a text, one layer after another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from .workers import side_by_side
 
 
 class TextCalibration:
-    """Computes the calibration of a layer of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
+    """A call with a layer's index returns that layer's calibration on ``tokens`` ``[samples, length]``.
 
-    On a GPU, products use TF32, which represents bf16 weights exactly. Layers run in order: asking for an
-    earlier layer restarts from the first one. The hidden states of all tokens stay on ``device``, ``4 * m``
-    bytes per token; calibrations are on the CPU. ``advance`` is called after each sample of each layer. On a
-    CPU, results are bit-identical for any number of torch threads.
+    The layers run in fp32; on a GPU, products use TF32, which represents bf16 weights exactly. Layers run in
+    order, so a call for an earlier layer starts again at the first one. The hidden states of all tokens stay
+    on ``device`` and take ``4 * m`` bytes per token; calibrations are on the CPU. ``advance`` is called after
+    each sample of each layer. On a CPU, results are bit-identical for any number of torch threads.
 
     Raises:
         CheckpointError: this type of model cannot be run layer by layer; a weight of the layers is
@@ -53,21 +53,21 @@ class TextCalibration:
 
     @property
     def states(self) -> list[Tensor]:
-        """The hidden states after the last layer that ran: ``[1, length, m]`` for each sample."""
+        """The hidden states after the latest layer that ran: ``[1, length, m]`` for each sample."""
         assert self._states is not None
         return self._states
 
     def go_on(self, index: int, states: list[Tensor]) -> None:
-        """Resume at layer ``index`` with these hidden states as its inputs."""
+        """Continue at layer ``index``, whose input hidden states are ``states``."""
         self._states = None
-        self.layers.embedded(self.tokens)  # records the layers' other arguments
+        self.layers.embedded(self.tokens)  # records the layers' arguments besides hidden states
         self._index, self._last = index - 1, None
         self._states = [x.to(self.device, copy=True) for x in states]
 
     def _next(self, index: int) -> Calibration:
-        # Invalid until the layer is done: observe() replaces the states one batch at a time.
+        # observe() overwrites the hidden states one batch at a time, so they are invalid until it is done.
         states, self._states = self.states, None
-        # The input of q_proj, or of the fused projection, is the input of its attention layer.
+        # q_proj, or the projection fused with it, gets the same input as its attention layer.
         first = f"layer.{self.model.family.attention}.{self.model.family.weights[0][0]}"
         try:
             with (
@@ -89,9 +89,9 @@ class TextCalibration:
 
 @contextmanager
 def _quick_products(device: torch.device | str) -> Iterator[None]:
-    """On a GPU, use TF32 products inside the block: eight times as fast as fp32.
+    """On a GPU, use TF32 for products inside the block, which is eight times as fast as fp32.
 
-    TF32 rounds the factors to 11 bits, three more than bf16 has. Moments are summed in fp64 and not affected.
+    TF32 rounds factors to 11 bits, and bf16 has 8. Moments are not affected, as they are summed in fp64.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(before if torch.device(device).type == "cpu" else "high")

@@ -1,8 +1,8 @@
-"""The bundled sample text in two parts: the first for calibration, the rest held out for checks."""
+"""The bundled sample text: its first part is for calibration, and the rest is held out for checks."""
 
 from importlib.resources import files
 
-SHARE = 0.8  # largest share of the bytes to calibrate on
+SHARE = 0.8  # calibrate on at most this share of the bytes
 PARAGRAPH = b"\n\n"
 
 
@@ -12,7 +12,7 @@ def calibrated() -> bytes:
 
 
 def held_out() -> bytes:
-    """Return the held-out part: the passages that follow."""
+    """Return the held-out part: the passages that follow the calibration part."""
     return _parts()[1]
 
 

@@ -1,8 +1,8 @@
-"""A calibration folder on disk: one file per finished layer, and the hidden states after one of them.
+"""A calibration folder: one file for each finished layer, and the hidden states to resume from.
 
-``calibration.json`` lists the finished files with the sha256 they were written with; a file that does not
-match is ignored. Files are safetensors, and either complete or absent. Measurements made with the
-calibrations are JSON files that contain their own sha256.
+``calibration.json`` lists the sha256 of every finished file, and a file that does not match is ignored. The
+files are safetensors, and either complete or absent. Measurements made with the calibrations are JSON files
+that contain a sha256 of their data.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from ..checkpoint.verify import has_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
 DONE, MEASURED = "calibration.json", "measured-"
-MAX_DONE = 2**24  # bytes
+MAX_DONE = 2**24  # largest accepted size of a JSON file, in bytes
 
 
 class LayerFolder:
     """A calibration folder of a model with ``count`` layers.
 
     ``layers`` lists the sha256 of each finished layer's file, and ``lost`` the layers whose file no longer
-    matches. The folder also holds the input hidden states of layer ``reached``, except at the first layer and
-    after the last.
+    has that sha256. The folder also holds the hidden states that enter layer ``reached``, unless that is the
+    first layer or all layers are finished.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object], count: int):
@@ -45,14 +45,14 @@ class LayerFolder:
         self._states: str | None = None  # sha256 of the hidden-states file
 
     def resume(self) -> None:
-        """Find the files that an earlier run finished.
+        """Find the finished files of an earlier run.
 
         Raises:
             RequestError: another user owns the folder, so its contents cannot be trusted.
         """
         if not is_left(self.folder):
             return
-        with suppress(CheckpointError, KeyError, TypeError):  # errors of a damaged file
+        with suppress(CheckpointError, KeyError, TypeError):  # ignore a damaged list
             done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
             if done.get("identity") != self.identity:
                 return
@@ -63,13 +63,13 @@ class LayerFolder:
                 self.reached, self._states = reached, states
 
     def begin(self) -> None:
-        """Create the folder, and remove all files of an earlier run except finished ones."""
+        """Create the folder, and remove unfinished files of an earlier run."""
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         self._tidy()
 
     def add(self, calibration: Calibration) -> None:
-        """Write the calibration of the next layer."""
+        """Store the calibration of the next layer."""
         self.layers.append(self._write_layer(len(self.layers), calibration))
         if len(self.layers) == self.count:
             self.reached, self._states = self.count, None
@@ -77,20 +77,20 @@ class LayerFolder:
         self._tidy()
 
     def reach(self, states: Sequence[Tensor]) -> None:
-        """Write the hidden states ``[1, length, m]`` after the last finished layer; remove older ones."""
+        """Store the hidden states ``[1, length, m]`` after the last finished layer, replacing older ones."""
         self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
         self.reached = len(self.layers)
         self._save()
         self._tidy()
 
     def replace(self, index: int, calibration: Calibration) -> None:
-        """Write the calibration of a lost layer again."""
+        """Store the calibration of a layer whose file was damaged."""
         self.layers[index] = self._write_layer(index, calibration)
         self._save()
         self.lost.remove(index)
 
     def states(self) -> list[Tensor]:
-        """Return the input hidden states ``[1, length, m]`` of layer ``reached``."""
+        """Return the stored hidden states ``[1, length, m]``, the input of layer ``reached``."""
         assert self._states is not None
         return [*_read(self.folder / _states(self.reached), self._states)["states"][:, None]]
 
@@ -116,7 +116,7 @@ class LayerFolder:
         return None
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Store measurements under ``asked``."""
+        """Store the measurements ``measured``, to be found again by the same ``asked``."""
         write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
 
     def _write_layer(self, index: int, calibration: Calibration) -> str:
@@ -155,12 +155,12 @@ def _layer(index: int) -> str:
 
 
 def _states(index: int) -> str:
-    """Return the name of the file with the input of layer ``index``."""
+    """Return the name of the file with the hidden states that enter layer ``index``."""
     return f"states-{index:05}.safetensors"
 
 
 def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> str:
-    """Write tensors, each given as a list of parts to concatenate; return the file's sha256."""
+    """Write a safetensors file and return its sha256; each tensor is given as parts to concatenate."""
     shapes = {key: (sum(len(part) for part in parts), *parts[0].shape[1:]) for key, parts in tensors.items()}
     header, _ = make_header(
         {key: TensorEntry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()}
@@ -174,7 +174,7 @@ def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> 
 
 
 def _read(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Return the tensors of a file.
+    """Return the tensors of a safetensors file after comparing its sha256.
 
     Raises:
         CheckpointError: the file is missing or has changed since it was written.

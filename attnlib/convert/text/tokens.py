@@ -12,7 +12,7 @@ from ...checkpoint_files.private import private_folder
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import checkpoint_of, quiet, read_config, stock
 
-MAX_TEXT = 2**30  # bytes
+MAX_TEXT = 2**30  # largest accepted text, in bytes
 
 
 def read_text(path: Path) -> tuple[str, str]:
@@ -42,9 +42,9 @@ def decoded(data: bytes) -> tuple[str, str]:
 
 
 def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
-    """Return the first tokens of ``text`` as ``[samples, length]``, by the tokenizer in ``folder``.
+    """Return the first tokens of ``text`` as ``[samples, length]``, from the tokenizer in ``folder``.
 
-    There are no special tokens and no padding, as these would count as text. A short text gives fewer
+    Special tokens and padding are left out, because they would count as text. A short text gives fewer
     samples.
 
     Raises:
@@ -57,7 +57,7 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
             raise RequestError(f"--{name}: expected a positive count, got {value!r}")
     tokenizer = tokenizer_of(folder)
     wanted = samples * length
-    read = 8 * wanted  # characters; most texts have fewer than 8 per token
+    read = 8 * wanted  # characters to tokenize; most texts have fewer than 8 per token
     while (
         len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted
     ):
@@ -73,7 +73,7 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
 
 
 def tokenizer_of(source: Path | Checkpoint):
-    """Return a checkpoint's tokenizer, which transformers opens from a copy of the validated files.
+    """Let transformers open a checkpoint's tokenizer from a copy of the validated files.
 
     Raises:
         CheckpointError: there is no tokenizer, or transformers cannot open it without running code from
@@ -92,7 +92,7 @@ def tokenizer_of(source: Path | Checkpoint):
             return transformers.AutoTokenizer.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # tokenizers raises a bare Exception for a bad file
+    except Exception as error:  # for a bad file, tokenizers raises Exception itself
         raise CheckpointError(
             f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}"
         ) from error
