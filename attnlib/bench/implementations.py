@@ -27,7 +27,7 @@ FUSED = MappingProxyType(
 
 
 class Implementation(NamedTuple):
-    """An attention function of q, k, v; ``heads_first`` is True if heads come before tokens in their shapes."""
+    """An attention function of q, k and v; ``heads_first`` is True if it expects heads before tokens."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     heads_first: bool

@@ -162,7 +162,7 @@ def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Ten
 
 
 def by_definition(q: Tensor, latent: Tensor, rope: Tensor) -> Callable[[], Tensor]:
-    """Return a call that computes attention over latents by definition: in fp32, with all scores in memory."""
+    """Return a call that computes attention over latents by definition: in fp32, storing all scores."""
 
     def one(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         keys = torch.cat((latent, rope), -1).float()
