@@ -64,7 +64,7 @@ CALIBRATION_BATCHES = 64
 # the model learns nothing meanwhile: after 800 steps at 1e-3 (tiny preset), a fraction of 0.08 reaches 1.908
 # bits per byte, and 0.2 reaches 1.914.
 ATTENTION_FIRST = 0.05
-# Only these conversions are trained; each is written to the folder named here.
+# Only these conversions are trained; each is written to the folder given here.
 FOLDERS = {
     MEAN: "gqa-mean",
     ALIGNED: "gqa-aligned",
@@ -129,7 +129,7 @@ def speaker(model: Decoder) -> Speaker:
 
 
 def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[str, Decoder]]:
-    """Convert the original in every way, train the better conversions; return results and models by name.
+    """Convert the original in every way, train the conversions in FOLDERS; return results and models by name.
 
     The yardstick is the original itself, trained further for as many steps on the same batches with the usual
     language-model loss. It shows what these steps gain without a conversion.

@@ -40,7 +40,7 @@ class Recipe:
         return round(self.layerwise * self.steps)
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of step ``step``, counted from 0."""
+        """Return the learning rate of a step; steps count from 0."""
         warm_up = max(1, round(self.warm_up * self.steps))
         if step < warm_up:
             return self.rate * (step + 1) / warm_up

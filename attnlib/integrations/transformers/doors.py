@@ -158,9 +158,10 @@ class RegisteredFunctions:
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
         """Return a mask without padding: None, if it can only mean ``meaning`` (such as "causal") here.
 
-        The mask None is ambiguous if another mask with these lengths was None and had another meaning. In a
-        causal model it is also ambiguous if some attention, such as cross-attention, may not be causal and
-        get None without a request. If it is ambiguous, return a mask that hides nothing beyond ``meaning``.
+        None is ambiguous if it was returned before for the same lengths with another meaning. For a causal
+        mask, it is also ambiguous if the model may have attention that is not causal, such as
+        cross-attention, which gets None without a request. In these cases, return a mask in which every key
+        is visible, and which records ``meaning``.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
