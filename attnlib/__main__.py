@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             print(end="", flush=True)  # at exit, a BrokenPipeError could not be caught
     except BrokenPipeError:
-        # Python flushes its streams again at exit, so send what they still hold to /dev/null.
+        # Python flushes its output streams again at exit; send the remaining output to /dev/null.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere, stream.fileno())

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Print the report; return 1 if another user could put code into a kernel cache that programs load."""
+    """Print the report; return 1 if another user could put code into a folder of compiled kernels."""
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {_version(name)}' for name in PACKAGES)}")
     print("\n".join(_devices()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,10 +99,10 @@ def cache_folders() -> list[Path]:
 
 
 def unsafe(path: Path) -> str:
-    """Return why another user could put files into a folder or replace it, or "" if nobody can."""
+    """Return the reason why other users could write to a folder or replace it, or "" if they cannot."""
     if not hasattr(os, "getuid"):
         return ""
-    # `named` and `real` differ if the path contains links.
+    # The absolute path `named` differs from the path `real` if there are symbolic links.
     trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()
     for folder in (named, real, *named.parents, *real.parents):
         try:

@@ -15,10 +15,10 @@ from attnlib.sizes.files import draw
 
 
 def check(variant: Model, setting: Setting) -> int:
-    """Return the bytes of a real cache after the setting's smallest batch has grown to its longest context.
+    """Grow the smallest batch of a setting to its longest context; return the size of the cache in bytes.
 
     Raises:
-        SystemExit: at that or a shorter context, the cache does not use the bytes that the formula predicts.
+        SystemExit: at some context length, the cache does not use the bytes that the formula predicts.
     """
     layouts = variant.layouts(dtype=setting.dtype, store=setting.store)
     batch, size = min(setting.batches), setting.page_size

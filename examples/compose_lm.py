@@ -28,7 +28,7 @@ COLOURS = {"mha": "#0072B2", "gqa": "#009E73", "mqa": "#D55E00", "mla": "#CC79A7
 
 
 class Result(NamedTuple):
-    """The measurements of one variant; ``growth`` pairs context lengths with the cache bytes they use."""
+    """The results of one attention variant; ``growth`` lists pairs of context length and cache bytes."""
 
     variant: str
     parameters: int
@@ -43,7 +43,7 @@ class Result(NamedTuple):
 def study(
     variant: str, corpus: Corpus, preset: Preset, *, device: torch.device, out: Path, new_tokens: int
 ) -> Result:
-    """Train, save, decode and measure one variant.
+    """Train a model with one attention variant, save it, decode with it, and return its measurements.
 
     Raises:
         SystemExit: the greedy continuation with a cache differs, or the size of the cache is wrong.
@@ -68,7 +68,7 @@ def study(
 
 
 def measure_growth(model: Decoder, corpus: Corpus, *, longest: int) -> tuple[list[tuple[int, int]], float]:
-    """Return pairs of context length and paged cache bytes, and the formula's bytes per token.
+    """Measure how a paged cache grows: pairs of context length and bytes, and the formula's bytes per token.
 
     Raises:
         SystemExit: the cache does not use the bytes that the formula predicts.
@@ -103,7 +103,7 @@ def compare_decoding(
     device = model.embed.weight.device
     lengths = [max(1, context * (i + 1) // PROMPTS) for i in range(PROMPTS)]
     prompts = [corpus.held_out[i % len(corpus.held_out), :n].long().to(device) for i, n in enumerate(lengths)]
-    for steps in (2, new_tokens):  # the first round warms up
+    for steps in (2, new_tokens):  # the first round only warms up
         start = time.perf_counter()
         plain, logits = decode_uncached(model, prompts, steps)
         middle = time.perf_counter()
@@ -116,9 +116,9 @@ def compare_decoding(
 
 
 def table(results: Sequence[Result], entropy: float) -> str:
-    """Format one row per variant.
+    """Format the results as a table with one row per attention variant.
 
-    Bits per byte are of held-out text; tokens per second are of PROMPTS sequences at once.
+    Bits per byte are measured on held-out text, and tokens per second with PROMPTS sequences at once.
     """
     names = ["variant", "parameters", "bits/byte", "below unigram", "cache B/token", "by formula"]
     names += ["uncached tok/s", "cached tok/s"]

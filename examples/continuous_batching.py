@@ -27,11 +27,11 @@ from variants import PRESETS, VARIANTS
 from attnlib import KVCache
 from attnlib.sizes import cache_bytes
 
-MAX_LENGTH = 512  # tokens, prompt and answer together: the longest request, and the size of a row
-BUDGET = 128  # tokens a step
+MAX_LENGTH = 512  # maximum length of a request in tokens (prompt and answer), and the size of a cache row
+BUDGET = 128  # a step processes at most this many tokens
 END = 0  # the token that ends an answer early
-SHARED = 200  # tokens of the shared prompt, which ends inside a page
-ROUNDS = 2  # the two caches take turns; the faster round of each counts
+SHARED = 200  # length of the shared prompt in tokens; it does not fill its last page
+ROUNDS = 2  # each cache serves the trace twice, in turns, and its faster run counts
 # Okabe and Ito's colours, which are distinguishable with any colour vision.
 COLOURS = {"rows": "#D55E00", "pages": "#0072B2", "first fit": "0.45"}
 
@@ -54,7 +54,7 @@ def _length(draw: random.Random, *, median: int) -> int:
 
 
 def make_model(variant: str, *, seed: int) -> Decoder:
-    """Make a random model whose output varies; with small, tied embeddings it would repeat its input."""
+    """Make a model with random weights that does not repeat its input, as small, tied embeddings would."""
     torch.manual_seed(seed)
     model = variants.make_model(variant, PRESETS["tiny"]).eval()
     nn.init.normal_(model.embed.weight)
@@ -78,11 +78,11 @@ def make_caches(model: Decoder, *, rows: int, page_size: int) -> dict[str, KVCac
 def check_alone(
     model: Decoder, requests: Sequence[Request], answers: Sequence[list[int]], *, before=()
 ) -> str:
-    """Check every answer against its request on its own, after the tokens ``before``; return a note on ties.
+    """Check that every answer is what its request gets when it is served alone; return a note on ties.
 
-    One pass over each sequence, without a cache or a batch, gives the most likely token at every position. An
-    answer that consists of these tokens is the greedy one. If a token differs, :func:`decoding.check_same`
-    decides.
+    The model reads each sequence in one pass, without a cache or a batch, after the tokens ``before``. An
+    answer is correct if each of its tokens is the most likely one. If a token differs,
+    :func:`decoding.check_same` decides if the two tokens are tied.
 
     Raises:
         SystemExit: an answer ends in the wrong place, or differs by more than a tie.
@@ -102,7 +102,7 @@ def check_alone(
 
 
 def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size: int) -> dict[str, Run]:
-    """Serve the trace from rows and from pages, in turns, and check every answer; return the faster runs."""
+    """Serve all requests from rows and from pages, in turns; check the answers and return the faster runs."""
     runs: dict[str, Run] = {}
     for round_ in range(ROUNDS):
         for name, cache in make_caches(model, rows=rows, page_size=page_size).items():
@@ -117,19 +117,19 @@ def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size
 
 
 def busy(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the steps in which a request waited, or all steps if none ever did."""
+    """Return the steps in which a request had to wait, or all steps if no request ever waited."""
     return [sample for sample in samples if sample.waiting] or list(samples)
 
 
 def sustained(samples: Sequence[Sample]) -> float:
-    """Return how many requests ran at once, on average, while others waited."""
+    """Return the average number of requests that ran at once while other requests were waiting."""
     return sum(sample.live for sample in busy(samples)) / len(busy(samples))
 
 
 def table(runs: dict[str, Run], fitted: Sequence[Sample], *, nbytes: int, memory: int) -> str:
-    """Format one row per way to lay out the memory.
+    """Format a table with one row for each memory layout: rows, pages, or contiguous extents.
 
-    Shares of the memory are averages over the steps in which a request waited.
+    Fractions of the memory are averages over the steps in which a request waited.
     """
     names = ["memory in", "at once", "peak", "steps", "tokens/s", "filled", "internal", "free"]
     names += ["external", "preempted", "stored twice"]
@@ -152,7 +152,7 @@ def _concurrency(samples: Sequence[Sample]) -> list[str]:
 
 
 def _shares(samples: Sequence[Sample], nbytes: int) -> list[str]:
-    """Return shares of the memory: filled with tokens, allocated but empty, free, and free but fragmented."""
+    """Return fractions of memory: filled with tokens, allocated but empty, free, and free but fragmented."""
     chosen = busy(samples)
     total = nbytes * len(chosen)
     filled, used, external = (
@@ -165,8 +165,7 @@ def share_prompt(model: Decoder, *, requests: int, page_size: int, seed: int) ->
     """Fork one stored prompt to many requests; describe the memory used with and without sharing.
 
     Raises:
-        SystemExit: a step used more than the prompt once plus the requests' own tokens, or an answer is
-        wrong.
+        SystemExit: the prompt was stored more than once, or an answer is wrong.
     """
     draw = random.Random(seed)
     system = [draw.randrange(1, 256) for _ in range(SHARED)]

@@ -85,7 +85,7 @@ class Decoder(nn.Module):
             block.attention = layer
 
     def kv_layouts(self) -> list[KVLayout]:
-        """Return each layer's cache layout, as KVCache takes them."""
+        """Return the cache layout of every layer, the argument from which a KVCache is made."""
         return [block.attention.kv_layout for block in self.blocks]
 
     def forward(

@@ -15,8 +15,8 @@ from torch import Tensor
 from attnlib import KVCache
 from attnlib.cache.pages import Handle
 
-# Two logits tie if they differ by less than this fraction of the largest one: cached and uncached decoding
-# sum in different orders and round differently.
+# Two tokens are tied if their logits differ by less than this fraction of the largest logit. Decoding with
+# and without a cache sums in different orders, so rounding may decide such ties differently.
 TIE = 256 * torch.finfo(torch.float32).eps
 
 
@@ -67,7 +67,7 @@ def stream(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Return the most likely token of each row: a ``choose`` for :func:`stream`."""
+    """Choose the most likely token of each row of logits; pass this as ``choose`` to :func:`stream`."""
     return logits.argmax(-1)
 
 
@@ -98,10 +98,11 @@ def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tu
 
 
 def check_same(cached: Tensor, plain: Tensor, logits: Tensor) -> str:
-    """Compare greedy continuations ``[n, steps]``: ``cached``, and ``plain`` without a cache.
+    """Check that decoding with a cache and without one gives the same tokens ``[n, steps]``.
 
-    ``logits`` ``[n, steps, vocab]`` are the logits behind ``plain``. If a sequence diverges at a tie, its
-    later tokens cannot be compared: return a note on such sequences, empty if there are none.
+    ``logits`` ``[n, steps, vocab]`` are those from which ``plain``, the tokens without a cache, were chosen.
+    If two tokens are tied, a sequence may diverge there, and its later tokens cannot be compared. Return a
+    note on such sequences, or "" if there are none.
 
     Raises:
         SystemExit: a sequence diverges where the logits are further apart than fp32 rounding explains.

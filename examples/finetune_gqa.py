@@ -40,31 +40,31 @@ PRESETS = {
     "small": Preset(512, 8, 8, 64, 0, 0, 0, 512, 32, 2_000, 1e-3),
 }
 STEPS = 1000  # training steps after the conversion
-SHARE = 0.75  # of the original's peak learning rate, for the students
-SOURCE_RATE = 5e-5  # the original's rate if unknown, i.e. with --source
-# Fraction of the students' rate at which the original itself trains on. Unchanged weights want smaller steps
-# than new ones. Bits per byte by peak learning rate (tiny preset):
+SHARE = 0.75  # by default, students train at this fraction of the original's peak learning rate
+SOURCE_RATE = 5e-5  # peak learning rate to assume for a model from --source, whose real one is unknown
+# For comparison, the original model is trained further, too, at this fraction of the students' learning rate:
+# converted weights tolerate larger steps than unchanged ones. Results by peak learning rate (tiny preset):
 #
-#                       3e-4   1e-3   1.5e-3  2e-3
-#   original, trained   2.172  2.166          2.189
-#   its GQA                    1.914  1.910
+#   bits per byte               3e-4   1e-3   1.5e-3  2e-3
+#   original, trained further   2.172  2.166          2.189
+#   its GQA conversion                 1.914  1.910
 #
-# With fewer than STEPS steps the rate is proportionally smaller, but not below the rate at which the
-# original's training ended. Bits per byte of an original that starts at 1.946:
+# Runs with fewer than STEPS steps use a proportionally smaller rate, but never less than the rate at which
+# the original's training ended. Results by peak learning rate, for an original that starts at 1.946:
 #
-#                       1e-4   1e-3
-#   after 20 steps      1.945  2.056
-#   after 200 steps     1.935  1.960
+#   bits per byte               1e-4   1e-3
+#   after 20 steps              1.945  2.056
+#   after 200 steps             1.935  1.960
 YARDSTICK_RATE = 2 / 3
 DECAY = 0.1  # weight decay
-POINTS = 8  # points per curve, at each of which the state is saved
-WINDOWS = 256  # held-out windows per point, the same ones for every model
+POINTS = 8  # a run is scored and saved this many times
+WINDOWS = 256  # every model is scored on the same 256 windows of held-out text
 CALIBRATION_BATCHES = 64
-# Fraction of the steps in which only the attention layers train: until they work again and no longer, because
-# the rest of the model learns nothing from the text meanwhile. After 800 steps at 1e-3 (tiny preset): 1.908
-# bits per byte with 0.08, compared with 1.914 with 0.2.
+# At first, only the attention layers train, for this fraction of the steps. It is small because the rest of
+# the model learns nothing meanwhile: after 800 steps at 1e-3 (tiny preset), a fraction of 0.08 reaches 1.908
+# bits per byte, and 0.2 reaches 1.914.
 ATTENTION_FIRST = 0.05
-# Output folders of the conversions that are trained.
+# Only these conversions are trained; each is written to the folder given here.
 FOLDERS = {
     MEAN: "gqa-mean",
     ALIGNED: "gqa-aligned",
@@ -74,7 +74,7 @@ FOLDERS = {
 
 
 class Study(NamedTuple):
-    """Settings of all models in a comparison; ``after`` is the preset with the steps and rate of recovery."""
+    """The settings of a comparison; ``after`` is the preset for training after the conversion."""
 
     corpus: Corpus
     preset: Preset
@@ -117,22 +117,22 @@ class Study(NamedTuple):
             return self.train(model, self.after, name=name, seed=self.seed + 1, teacher=teacher)
 
     def measure(self, name: str, model: Decoder, curve: Curve) -> Result:
-        """Return a Result: the curve, the cache bytes per token, and a trained model's decoding speed."""
+        """Return what the table shows of a model: its curve, cache bytes per token, and decoding speed."""
         stored = sum(layout.token_bytes for layout in model.kv_layouts())
         rate = decode_rate(model, self.corpus, self.preset.context) if len(curve) > 1 else None
         return Result(name, curve, stored, rate)
 
 
 def speaker(model: Decoder) -> Speaker:
-    """Wrap a Decoder as distillation's Speaker."""
+    """Wrap a Decoder as a Speaker, the form of a model that attnlib's distillation needs."""
     return Speaker(model, [block.attention for block in model.blocks], model)
 
 
 def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[str, Decoder]]:
-    """Convert the original in every way and train the conversions to keep; return results and models by name.
+    """Convert the original in every way, train the conversions in FOLDERS; return results and models by name.
 
-    The yardstick is the original itself after as many more steps on the same batches, with the usual
-    language-model loss: what the steps would have gained without a conversion.
+    The yardstick is the original itself, trained further for as many steps on the same batches with the usual
+    language-model loss. It shows what these steps gain without a conversion.
     """
     models = {"MHA, trained on": deepcopy(original)}
     [yardstick] = models
@@ -177,7 +177,7 @@ def export(
 
 
 def sizes(options: argparse.Namespace, source: Decoder | None) -> Preset:
-    """Return the preset, with a source's sizes if there is one.
+    """Return the chosen preset, but with the sizes of the source model if one is given.
 
     By default, the GQA models have half the KV heads, and the MLA models cache a quarter of the values.
     """
@@ -198,7 +198,7 @@ def sizes(options: argparse.Namespace, source: Decoder | None) -> Preset:
 
 
 def settings(study: Study, source: Checkpoint | None, device: torch.device) -> dict[str, object]:
-    """Return everything that determines the result; a run that differs in any of it is another run."""
+    """Return all settings that determine the result; only a run with the same ones can be resumed."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != 1:
         raise ValueError(

@@ -22,7 +22,7 @@ from attnlib.convert.checkpoint.writing import write_file
 from attnlib.convert.latent.deepseek import deepseek_config
 from attnlib.convert.text.tokens import tokenizer_of
 
-# Our module names to Hugging Face's, inside a block and outside. Names that are not listed stay the same.
+# Module names of a Decoder and of Hugging Face, inside a block and outside. All other names are the same.
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
@@ -30,7 +30,7 @@ IN_BLOCK = {
 }
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a folder needs only one of these
-# Keys of a Llama's config.json that a Decoder supports with one value only; a missing key is fine.
+# For these keys of config.json, a Decoder supports only the value given here; a key may be missing.
 FIXED = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -73,7 +73,7 @@ def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
         "head_dim": shape.head_dim,
         "bias": bool(config.get("attention_bias")),
     }
-    with torch.device("meta"):  # so that a large model is not allocated twice
+    with torch.device("meta"):  # avoids allocating a large model twice
         model = Decoder(
             config["vocab_size"],
             shape.width,
@@ -143,9 +143,9 @@ def llama_config(
         "rms_norm_eps": model.norm.eps,
         "tie_word_embeddings": model.lm_head.weight is model.embed.weight,
         "attention_bias": layer.q_proj.bias is not None,
-        **rope,  # the key that transformers 4 reads
+        **rope,  # transformers 4 reads the rope from these keys
         "rope_parameters": {"rope_type": "default", **rope},
-        "bos_token_id": None,  # byte tokens have neither
+        "bos_token_id": None,  # bytes have no tokens for begin and end
         "eos_token_id": None,
     }
     fields = {"num_key_value_heads": layer.num_kv_heads, "dtype": "float32", "torch_dtype": "float32"}
@@ -153,9 +153,9 @@ def llama_config(
 
 
 def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
-    """Return a function that encodes text as tokens ``[t]``, by the source's tokenizer if any, else as bytes.
+    """Return a function that encodes text with the tokenizer of a folder, or as bytes if it has none.
 
-    The function raises ValueError if a token is outside the model's vocabulary.
+    The function returns tokens ``[t]`` and raises ValueError if one is outside the model's vocabulary.
 
     Raises:
         ValueError: the source's tokenizer cannot be used.

@@ -33,10 +33,10 @@ from attnlib import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Samples tokens ``[n]`` from logits ``[n, vocab]``: a ``choose`` for :func:`decoding.stream`.
+    """Samples tokens ``[n]`` from logits ``[n, vocab]``; pass it as ``choose`` to :func:`decoding.stream`.
 
-    Only the ``top_k`` most likely tokens are candidates, and of these only the most likely ones that together
-    reach ``top_p`` of their probability. Temperature 0 is greedy.
+    Only the ``top_k`` most likely tokens are candidates. Among these, the least likely ones are dropped as
+    long as the rest keeps ``top_p`` of their probability. Temperature 0 is greedy.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -72,14 +72,14 @@ class Sampler:
 def fork_answers(
     model: Decoder, cache: KVCache, prompt: Tensor, answers: int, *, choose: Sampler, steps: int
 ) -> Iterator[Tensor]:
-    """Yield the next tokens ``[answers]`` of answers that share the stored prompt, ``steps`` times."""
+    """Generate several answers to one prompt, which is stored once; yield the next token of each answer."""
     [handle], logits = prefill(model, cache, [prompt])
     handles = [handle, *cache.fork(handle, answers - 1)]
     yield from stream(model, cache, handles, logits.expand(answers, -1), choose=choose, steps=steps)
 
 
 def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -> KVCache:
-    """Decode the answers ``tokens`` ``[steps, n]`` again, each with its own prompt; return that cache.
+    """Decode ``tokens`` ``[steps, n]`` again, with a copy of the prompt per answer; return the cache used.
 
     Raises:
         SystemExit: the logits differ from ``logits`` ``[steps, n, vocab]`` by more than rounding explains.
@@ -100,7 +100,7 @@ def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -
 
 
 class Terminal:
-    """Prints texts as they grow: a single text immediately, several line by line with their numbers."""
+    """Prints texts while they are generated: one text token by token, several texts as numbered lines."""
 
     def __init__(self, prompts: Sequence[str]):
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
@@ -109,7 +109,7 @@ class Terminal:
             self._write(prompts[0])
 
     def show(self, number: int, tokens: Sequence[int]) -> None:
-        """Append tokens to a text."""
+        """Append tokens to the text with this number, and print what can be printed."""
         more = self._decoders[number].decode(bytes(tokens))
         more = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in more)
         if len(self._lines) == 1:
@@ -145,7 +145,7 @@ def run_fork(model: Decoder, options: argparse.Namespace) -> None:
     Every step reads a long shared prompt only once.
 
     Raises:
-        SystemExit: without sharing, the answers would differ.
+        SystemExit: the answers differ from those computed without sharing.
     """
     prompt, count = encode(options.prompt).to(options.device), options.answers
     cache = paged_cache(model, sequences=count, length=len(prompt) + options.tokens, shared_prefixes=1)
@@ -169,7 +169,7 @@ def run_fork(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
-    """Decode greedily with guesses from the sequence so far, then without, and compare.
+    """Decode greedily with speculation and without it, and compare the texts and the speed.
 
     Raises:
         SystemExit: the two texts differ by more than ties.
@@ -207,9 +207,9 @@ def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def real_text(options: argparse.Namespace) -> Decoder:
-    """Return the model that memorized a real text.
+    """Return a model that has memorized a real text, and make the beginning of that text the prompt.
 
-    The beginning of the text becomes the prompt, of which only the last line is printed.
+    Only the last line of the prompt is printed.
     """
     text = recital.load_text()
     options.prompt, options.expected = bytes(text[: recital.PROMPT].tolist()).decode(), text[recital.PROMPT :]

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         3, model.config.get_text_config().vocab_size, (options.batch, options.prompt), device=device
     )
     mask = torch.ones_like(prompt)
-    for row in range(options.batch):  # left padding, as in a batch of prompts with different lengths
+    for row in range(options.batch):  # pad on the left, as in a batch of prompts with different lengths
         mask[row, : row * options.prompt // (2 * options.batch)] = 0
     wanted = {
         "attention_mask": mask,

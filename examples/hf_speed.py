@@ -1,4 +1,4 @@
-"""Time transformers models on attnlib, for prompts and decoding, beside transformers' own attention.
+"""Compare the speed of transformers models with attnlib and with transformers' own attention.
 
     python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a CUDA graph
     python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: expanded and absorbed MLA
@@ -84,7 +84,7 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
     with torch.device("meta"):
         ours = _model(config, dtype, "attnlib")
     ours.load_state_dict(made["sdpa"].state_dict(), assign=True)
-    for name, x in made["sdpa"].named_buffers():  # buffers that are not in the state dict
+    for name, x in made["sdpa"].named_buffers():  # the state dict lacks some buffers
         parent, _, last = name.rpartition(".")
         setattr(ours.get_submodule(parent), last, x)
     ours.model.rotary_emb = made["sdpa"].model.rotary_emb
@@ -120,7 +120,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
 
 
 def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int], Tensor]:
-    """Return a function that generates ``new`` tokens after prompts ``[b, t]`` by transformers' own loop."""
+    """Return a function of prompts ``[b, t]`` and a token count that runs transformers' ``generate``."""
 
     def run(ids: Tensor, new: int) -> Tensor:
         wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
@@ -132,7 +132,7 @@ def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int
 
 
 def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
-    """Return a function that generates by transformers' own loop, with a paged cache made for each call."""
+    """Return a function that runs transformers' ``generate`` with a new paged cache for every call."""
 
     def run(ids: Tensor, new: int) -> Tensor:
         pages = ids.shape[0] * -(-(ids.shape[1] + new) // PAGE)
@@ -145,7 +145,7 @@ def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
 class ByGraph:
     """Generates with a Decoder over a paged cache; on a GPU, each step replays a CUDA graph.
 
-    The graph is captured once per size of the prompts. Without a GPU, steps run eagerly.
+    A graph is captured once for each shape of the prompts. Without a GPU, steps run eagerly.
     """
 
     def __init__(self, model: Decoder):
@@ -169,7 +169,7 @@ class ByGraph:
         return torch.stack(found, 1)
 
     def _step(self, layers: Sequence) -> None:
-        """Replace the last tokens with the next ones."""
+        """Decode one step: overwrite each sequence's last token with the next one, in place."""
         if self.graph is not None:
             self.graph.replay()
         elif self.tokens.is_cuda:

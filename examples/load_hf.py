@@ -1,4 +1,4 @@
-"""Run a folder with a transformers model by examples/decoder.py, over attnlib's paged cache.
+"""Load a transformers model's folder into the Decoder of examples/decoder.py, and generate with attnlib.
 
     python examples/load_hf.py FOLDER 'The capital of France is' 'def main(' --new 40
 
@@ -25,7 +25,7 @@ from attnlib.convert.stock import load_model, read_config
 from attnlib.convert.text.tokens import tokenizer_of
 from attnlib.integrations import transformers as hf
 
-# Model families with a Decoder's blocks: pre-norm, and a gated MLP with SiLU.
+# These model families have the same blocks as a Decoder: pre-norm, with a gated SiLU MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 FIXED = {"hidden_act": "silu", "mlp_bias": False}
 LAYER, ATTENTION = "model.layers.{}.", "self_attn."
@@ -82,7 +82,7 @@ def _fill(
     for name, _ in model.named_parameters():
         if name not in weights:
             weights[name] = take(their_name(name))
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some files store it, too
+    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # tied, but may be stored
     if extra := sorted(name for name in left - spare if not name.endswith("rotary_emb.inv_freq")):
         raise ValueError(f"{extra[0]}: a Decoder has no such weight")
     model.load_state_dict(weights, assign=True, strict=not config.tie_word_embeddings)
@@ -92,7 +92,7 @@ def _fill(
 
 @torch.no_grad()
 def check(model: Decoder, checkpoint: Checkpoint, prompts: Sequence[Tensor], found: Tensor) -> str:
-    """Compare the tokens with those of transformers' own model, which reads each sequence in one pass.
+    """Compare generated tokens with those of transformers' own model, which reads each sequence in one pass.
 
     Raises:
         SystemExit: a token differs by more than rounding.

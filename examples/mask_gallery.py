@@ -1,4 +1,4 @@
-"""Draw the ready-made masks: the keys that each query sees, and the tiles that a kernel must visit.
+"""Draw attnlib's ready-made masks: the keys that each query sees, and the tiles that a kernel must compute.
 
 Prints the number of full, partial and empty tiles of each mask, and writes ``mask_gallery.png``.
 """
@@ -18,7 +18,7 @@ EMPTY, PARTIAL, FULL_TILE = range(3)
 
 
 class Panel(NamedTuple):
-    """A mask as bool ``[s, t]``, and for each tile whether it is empty, partial or full."""
+    """A mask to draw, as bool ``[s, t]``, and the state of each of its tiles: empty, partial or full."""
 
     seen: Tensor
     tiles: Tensor

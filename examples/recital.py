@@ -2,8 +2,8 @@
 
 A byte model this small writes nothing sensible, and at temperature 0 it soon repeats one word. Real text
 shows better how forks share a prompt and how many guesses of a draft are right, so the model trains on one
-text until it can recite it. The functions of ``bisect`` resemble each other, so a reader of the first can
-guess some of the others.
+text until it can recite it. The text is ``bisect``, whose functions resemble each other: who has read the
+first one can guess parts of the next.
 """
 
 import bisect
@@ -19,8 +19,8 @@ from torch import Tensor
 from training import make_optimizer, optimise, text_bits
 from variants import PRESETS, Preset
 
-LENGTH = 2048  # bytes of the text
-PROMPT = 1024  # bytes of the text that are the prompt
+LENGTH = 2048  # length of the text in bytes
+PROMPT = 1024  # length of the prompt in bytes
 LEARNING = {"layers": 2, "batch": 1, "steps": 200, "learning_rate": 4e-3}
 
 

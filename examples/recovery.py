@@ -1,4 +1,4 @@
-"""Report the cost of a conversion and what training recovered, as a table and as verdicts."""
+"""Report how much quality a conversion lost and how much training recovered, in a table and in sentences."""
 
 import time
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from text import Corpus
 
 from attnlib.finetune.state import Curve
 
-SEQUENCES = 8  # sequences that decode at once
-CLOSE = 0.01  # largest relative loss of a recovered model over its baseline
+SEQUENCES = 8  # decoding speed is measured with this many sequences at once
+CLOSE = 0.01  # a model has recovered if it is at most this fraction worse than its baseline
 
 
 class Result(NamedTuple):
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
     """Measure greedy decoding from a paged cache, in tokens per second over SEQUENCES sequences at once.
 
-    The sequences grow from half a context to a whole one.
+    The sequences grow from half the context length to the whole.
     """
     device, half = model.embed.weight.device, context // 2
     prompts = [corpus.held_out[i % len(corpus.held_out), :half].long().to(device) for i in range(SEQUENCES)]
@@ -48,7 +48,7 @@ def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Format one Markdown row per model; the first model is the baseline of the others."""
+    """Format a Markdown table with a row per model; all models are compared with the first one."""
     names = [
         "model".ljust(20),
         "cache B/token",
@@ -73,13 +73,13 @@ def table(results: Sequence[Result]) -> str:
 
 
 def better(good: Result, poor: Result) -> str:
-    """Format a line that says if one conversion starts better than another."""
+    """Return a line that says if one conversion loses less quality than another before any training."""
     verdict = "better" if good.start < poor.start else "NOT better"
     return f"{good.name} starts at {good.start:.4f} bits/byte, {poor.name} at {poor.start:.4f}: {verdict}"
 
 
 def close(student: Result, yardstick: Result) -> str:
-    """Format a line that says if a student ends within CLOSE of its baseline."""
+    """Return a line that says if a trained conversion ends as good as its baseline, up to CLOSE."""
     worse = student.end / yardstick.end - 1
     verdict = f"within {CLOSE:.0%}" if worse <= CLOSE else f"NOT within {CLOSE:.0%}"
     return (

@@ -1,4 +1,4 @@
-"""A resumable run: its folder records the settings with which it was started."""
+"""Make runs resumable: record the settings of a run in its folder, and compare them when it resumes."""
 
 from collections.abc import Mapping
 from pathlib import Path

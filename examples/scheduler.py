@@ -1,8 +1,8 @@
 """A continuous-batching scheduler: which requests run in the next step of a decoder over one KVCache.
 
-The scheduler handles no tensors and no model. A request's prompt and answer form one sequence, and the cache
-has stored its beginning. A chunk of a prompt, a single new token, and the tokens that a preempted request
-must store again are then all the same: the next tokens of a sequence.
+The scheduler handles no tensors and no model. The prompt and the answer of a request form one sequence, of
+which the cache has stored the first tokens. A chunk of a prompt, a single new token, and the tokens that a
+preempted request must store again are therefore all the same: the next tokens of a sequence.
 
 - Requests join and leave between any two steps (Yu et al., 2022, "Orca").
 - A preempted request gives back its pages and is stored again later (Kwon et al., 2023, arXiv 2309.06180).
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The ``number``-th request that was submitted; it has a ``handle`` in the cache while it is live."""
+    """A submitted request and its text so far; while it runs, ``handle`` is its sequence in the cache."""
 
     request: Request
     number: int
@@ -42,7 +42,7 @@ class Stream:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The sort key of streams: the smallest is served first."""
+        """The sort key of streams; the stream with the smallest key is served first."""
         return -self.request.priority, self.number
 
     @property
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Scheduler:
-    """Decides which requests run: it admits them by rank until one does not fit into the free pages.
+    """Decides which requests run: it admits them in order until one does not fit into the free pages.
 
     Everything follows from this rule:
 
@@ -141,10 +141,10 @@ class Scheduler:
         return {stream: n for stream, n in plan.items() if n}
 
     def advance(self, plan: Mapping[Stream, int], likeliest: Sequence[int]) -> list[Stream]:
-        """Record a step: ``likeliest`` holds the token after each planned stream's stored tokens.
+        """Record a step: ``likeliest`` holds the most likely next token of each stream in the plan.
 
-        The token extends the sequences that are stored completely. Streams that are done are released and
-        returned.
+        A stream is extended by its token only if all its earlier tokens are stored. Streams that are done are
+        released and returned.
         """
         for stream, token in zip(plan, likeliest, strict=True):
             if self.stored(stream) == len(stream.text):
@@ -160,7 +160,7 @@ class Scheduler:
         return self.cache.length(stream.handle) - self.shared_length
 
     def pages_for(self, tokens: int) -> int:
-        """Return the pages that ``tokens`` tokens of a sequence take, without the shared prompt's full pages.
+        """Return the pages that a sequence of ``tokens`` tokens needs besides a shared prompt's full pages.
 
         If the shared prompt ends inside a page, every sequence needs its own copy of that page.
         """

@@ -41,7 +41,7 @@ CLOSE = 1e-4
 def make_model(options: argparse.Namespace) -> Decoder:
     """Make a model with the same random weights on every rank.
 
-    The embeddings are not tied; with tied ones the model would repeat its input.
+    The embeddings are not tied, because a random model with tied embeddings repeats its input.
     """
     torch.manual_seed(0)
 
@@ -59,7 +59,7 @@ def make_model(options: argparse.Namespace) -> Decoder:
 
 
 def share_heads(model: Decoder, mesh: DeviceMesh) -> Decoder:
-    """Shard the heads of every layer and the channels of every MLP over the ranks, in place."""
+    """Shard the heads of every attention layer and the channels of every MLP over the ranks, in place."""
     for block in model.blocks:
         parallelize_module(block.attention, mesh, block.attention.parallel_plan(mesh))
         plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
@@ -84,7 +84,7 @@ def decode(
     mesh: DeviceMesh | None = None,
     given: Tensor | None = None,
 ) -> Decoded:
-    """Decode greedily with a cache, sharded over the ranks of ``mesh`` if given, or feed ``given`` tokens.
+    """Decode with a cache, sharded over ``mesh`` if there is one: greedily, or along the ``given`` tokens.
 
     Raises:
         SystemExit: the cache does not use the bytes that the formula predicts.
@@ -113,9 +113,9 @@ def decode(
 
 
 def check_same(shared: Decoded, alone: Decoded) -> float:
-    """Return how far the sharded logits are from those of one process, relative to the largest logit.
+    """Compare the logits of sharded decoding with those of one process that decoded the same tokens.
 
-    Both have decoded the same tokens.
+    Return the largest difference relative to the largest logit.
 
     Raises:
         SystemExit: they are further apart than fp32 rounding explains.

@@ -14,10 +14,11 @@ from attnlib.sizes import cache_bytes
 
 
 class Sample(NamedTuple):
-    """One step: the requests that ran and waited, the tokens it stored, and the cache's bytes after it.
+    """Measurements of one step: requests that ran or waited, stored tokens, and the cache's memory in bytes.
 
-    ``used`` bytes are in allocated pages, and ``filled`` of them hold tokens. Free bytes count as external
-    fragmentation, ``external``, if the first waiting request needs no more than that and still has to wait.
+    ``used`` counts the bytes of allocated pages, and ``filled`` those that hold tokens. ``external`` is the
+    free memory that external fragmentation wastes: it would suffice for the first waiting request, which has
+    to wait all the same.
     """
 
     live: int
@@ -29,7 +30,7 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The result of serving a trace: each request's stream, every step, preemptions, and total seconds."""
+    """The result of serving a trace: its streams (one per request), steps, preemptions, and total seconds."""
 
     streams: list[Stream]
     samples: list[Sample]
@@ -44,7 +45,7 @@ class Run(NamedTuple):
 
 @torch.no_grad()
 def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, label: str = "") -> Run:
-    """Decode greedily until all requests, sorted by arrival, are answered; each step is one model call."""
+    """Serve requests, sorted by arrival, until all are answered greedily; each step is one model call."""
     cache, device = scheduler.cache, model.embed.weight.device
     streams, samples, start = [], [], time.perf_counter()
     quick = sys.stderr.isatty()
@@ -80,7 +81,7 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
     if cache.used_bytes != held * scheduler.page_bytes:
         formula = held * scheduler.page_bytes
         raise SystemExit(f"cache: expected {formula} bytes in use by formula, measured {cache.used_bytes}")
-    # Pages that no live request needs for its sequence so far.
+    # These pages are left over when each live request has the pages that its tokens need so far.
     free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)
     blocked = waiting and scheduler.pages_for(len(waiting[0].text)) <= free
     return Sample(
@@ -97,14 +98,14 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
 def first_fit(
     requests: Sequence[Request], answers: Sequence[Sequence[int]], *, memory: int, budget: int
 ) -> list[Sample]:
-    """Simulate the trace with one contiguous extent of memory per request, as long as it may become.
+    """Simulate serving without pages: each request gets one contiguous extent of its maximum length.
 
-    By rank, an extent goes into the first hole that holds it, and is never preempted. A request runs for as
-    many steps as its prompt (in chunks of ``budget``) and its answer take if no other request uses the
-    budget. ``memory`` counts tokens, and so do the samples' bytes; ``filled`` is 0. The simulation uses no
-    tensors.
+    Requests are placed in the order of their rank, each into the first hole that is large enough, and are
+    never preempted. A request takes as many steps as if it were alone: its prompt in chunks of ``budget``
+    tokens, then one step per new token. ``memory`` counts tokens, and so do the fields of the samples that
+    usually count bytes; ``filled`` is 0.
     """
-    extents: list[tuple[int, int, int]] = []  # begin, end, and the step that frees it; sorted by address
+    extents: list[tuple[int, int, int]] = []  # (begin, end, step that frees it), sorted by address
     samples, waiting, coming = [], [], list(enumerate(requests))
     while coming or waiting or extents:
         step = len(samples)
@@ -131,7 +132,7 @@ def _declared(request: Request) -> int:
 
 
 def _hole(extents: Sequence[tuple[int, int, int]], size: int, memory: int) -> int | None:
-    """Return the start of the first hole of at least ``size``, or None."""
+    """Return the start of the first hole in memory that fits ``size`` tokens, or None."""
     begins = [0, *(end for _, end, _ in extents)]
     ends = [*(begin for begin, _, _ in extents), memory]
     return next((begin for begin, end in zip(begins, ends, strict=True) if end - begin >= size), None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlib import KVCache
 
-LONGEST_MATCH = 8  # tokens of the longest ending that the drafter looks for
+LONGEST_MATCH = 8  # guesses come from an earlier match of at most this many last tokens
 
 
 class Burst(NamedTuple):
@@ -37,7 +37,7 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
         if missing == 0:
             return
         guess = look_up(text, min(draft, missing - 1))
-        stored = cache.length(handle)  # all tokens of the text except the last
+        stored = cache.length(handle)  # the cache holds all tokens of the text except the last one
         with cache.step({handle: 1 + len(guess)}) as layers:
             logits = model(torch.tensor([text[-1], *guess], device=prompt.device), caches=layers)
         burst = greedy(logits).tolist()
@@ -47,10 +47,10 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
 
 
 def look_up(text: bytes | bytearray, count: int) -> bytes:
-    """Guess ``count`` next tokens: those that followed the previous occurrence of the sequence's ending.
+    """Guess the next ``count`` tokens: find an earlier occurrence of the last tokens, and copy what followed.
 
-    The longest ending that occurred before wins. If too few tokens follow it, they are repeated. The guess is
-    empty if no ending occurred before.
+    The longest run of last tokens that occurred before is used. If too few tokens followed it, they are
+    repeated. The guess is empty if there is no earlier occurrence.
     """
     for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         at = text.rfind(text[-length:], 0, len(text) - 1)

@@ -1,4 +1,4 @@
-"""Conversions of a trained decoder to GQA and MLA, each by a poor and by a good method."""
+"""Convert a trained decoder to GQA and to MLA, each by a simple and by a better method."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -18,11 +18,11 @@ from attnlib.convert.latent.layers import join, to_latent
 from attnlib.convert.latent.truncation import truncate
 from attnlib.convert.weights import split
 
-# Fit converted keys at distances up to 2048 tokens, 16 contexts of the default preset: tokens further back
-# matter less.
+# Conversions approximate attention scores at distances up to 2048 tokens, because tokens further back matter
+# less. This is 16 times the context of the default preset.
 REACH = 2048
-# Parameters that together make the norm of a converted latent the identity: a constant channel and norm
-# weights, all so large that a step of Adam hardly changes them and weight decay would only move them.
+# A converted MLA layer must not normalize its latents. A large constant channel and equally large norm
+# weights cancel the norm. Adam would hardly change values that large, and weight decay would only shift them.
 IDENTITY = ("kv_a_layernorm.weight", "kv_a_proj_with_mqa.bias")
 
 MEAN, ALIGNED, PRINCIPAL = "GQA, mean-pool", "GQA, regroup + align", "GQA, principal"
@@ -32,7 +32,7 @@ Convert = Callable[[GroupedQueryAttention, Calibration], nn.Module]
 
 
 def ways(preset: Preset) -> dict[str, Convert]:
-    """Return the conversions by name: each makes a new layer from an old one and its calibration.
+    """Return the conversions by name; each turns an attention layer and its calibration into a new layer.
 
     The GQA layers store ``2 * kv_heads * head_dim`` values per token, the MLA layers ``kv_lora_rank +
     rope_dim``.
@@ -40,8 +40,8 @@ def ways(preset: Preset) -> dict[str, Convert]:
     heads, rank, rope_dim = preset.kv_heads, preset.kv_lora_rank, preset.rope_dim
     return {
         MEAN: lambda layer, _: mha_to_gqa(layer, heads),
-        # Weights by energy instead of 1 / f: 3.39 compared with 3.47 bits per byte before any training (tiny
-        # preset, 8 heads to 2).
+        # Weights by energy give 3.39 bits per byte before training, and weights of 1 / f give 3.47 (tiny
+        # preset, 8 heads merged to 2).
         ALIGNED: lambda layer, seen: mha_to_gqa(
             layer, heads, merge="energy", align="all", grouping="similar", calibration=seen
         ),
@@ -59,9 +59,9 @@ def ways(preset: Preset) -> dict[str, Convert]:
 def latent_by_plain_svd(
     layer: GroupedQueryAttention, calibration: Calibration, *, rank: int, rope_dim: int
 ) -> MultiHeadLatentAttention:
-    """Convert like :func:`gqa_to_mla` with the same rotary channels, but cut the latent by a plain SVD.
+    """Convert like :func:`gqa_to_mla`, but choose the latent by an SVD of the weights alone.
 
-    The SVD is of the weights only, without the calibration.
+    The rotary channels are the same as there; only the latent ignores the calibration.
     """
     options = {"rope_dim": rope_dim, "calibration": calibration, "reach": REACH}
     new = gqa_to_mla(layer, rank, **options)
@@ -86,9 +86,9 @@ def _run(block: Block, x: Tensor) -> Tensor:
 
 
 def student(model: Decoder, convert: Convert, calibrations: Sequence[Calibration]) -> Decoder:
-    """Copy the model with converted attention layers.
+    """Return a copy of a model with converted attention layers.
 
-    Parameters that make a latent's norm the identity are frozen.
+    The parameters in IDENTITY, which cancel the norm of latents, are frozen.
     """
     new = deepcopy(model)
     new.replace_attention(

@@ -1,4 +1,4 @@
-"""Text for training, as bytes or tokens: load it, hold some out, and compute the entropy to beat."""
+"""Load text for training as bytes or tokens, hold some of it out, and compute the entropy to beat."""
 
 import hashlib
 import sysconfig
@@ -11,14 +11,14 @@ from torch import Tensor
 
 VOCAB_SIZE = 256
 BLOCK = 4096  # tokens per block
-BLOCKS = 10  # blocks per group, of which the last is held out
+BLOCKS = 10  # of every ten blocks, the last is held out
 
 
 class Corpus(NamedTuple):
-    """Tokens in groups of ten blocks: ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]``.
+    """A text split into ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]`` tokens.
 
-    Tokens are bytes (uint8), unless another encoding was used. ``bytes_per_token`` is the mean over the whole
-    text, and ``sha256`` the hash of the text.
+    Of every ten blocks, the last is held out. Tokens are bytes (uint8), unless another encoding was used.
+    ``bytes_per_token`` is the mean over the whole text, and ``sha256`` the hash of the text.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Corpus(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of tokens, both for training and held out."""
+        """The number of tokens in the corpus, including those held out."""
         return self.train.numel() + self.held_out.numel()
 
     def unigram_entropy(self) -> float:

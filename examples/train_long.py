@@ -37,7 +37,7 @@ from attnlib.parallel import ContextParallel, shard
 from attnlib.sizes import GroupedShape, LatentShape, exchange_bytes
 from attnlib.sizes.report import human
 
-WARM_UP = 10  # steps
+WARM_UP = 10  # the learning rate rises during this many steps
 LATENT = {
     "q_lora_rank": None,
     "kv_lora_rank": 64,
@@ -107,10 +107,10 @@ def batches(corpus: Corpus, *, steps: int, sequences: int, tokens: int) -> Itera
 
 
 def bits(model: Decoder, text: Tensor, group: int, groups: int, shared: ContextParallel) -> Tensor:
-    """Return the mean bits per byte of this rank's tokens, in the sequences of its group."""
+    """Return the mean bits per byte over the tokens that this rank holds of its group's sequences."""
     own = text.chunk(groups)[group]
     given, wanted = (shard(x, shared.mesh) for x in (own[:, :-1], own[:, 1:]))
-    logits = model(given).float()  # the layers use positions in the whole sequence
+    logits = model(given).float()  # layers count positions in the whole sequence
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / math.log(2)
 
 
@@ -119,8 +119,8 @@ def train(
 ) -> Iterator[float]:
     """Take one step per batch, and yield the mean loss of all ranks.
 
-    Every rank's loss covers the same number of tokens, and FSDP2 averages the gradients over the ranks, so
-    they are the gradients of the mean loss over all tokens.
+    The loss of every rank covers equally many tokens, and FSDP2 averages gradients over the ranks. The result
+    is the gradient of the mean loss over all tokens.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, text in enumerate(texts):
@@ -138,7 +138,7 @@ def train(
 
 
 def describe(options: argparse.Namespace, ranks: int) -> str:
-    """Describe how the tokens are sharded, and how many bytes a rank receives."""
+    """Describe how tokens are sharded and how many bytes each rank receives from other ranks."""
     cp, shape = options.context_parallel, {"hidden_size": options.width, "num_heads": HEADS}
     shape = LatentShape(**shape, **LATENT) if options.attention == "mla" else GroupedShape(**shape, **GROUPED)
     summary = (
@@ -195,7 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, ranks: int) -> None:
-    """Raise ValueError if this number of ranks cannot share the work."""
+    """Raise ValueError if sequences and tokens cannot be divided evenly among the ranks."""
     cp = options.context_parallel
     if cp < 1 or ranks % cp:
         raise ValueError(f"--context-parallel: expected a divisor of the {ranks} ranks, got {cp}")

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from variants import Preset
 
-WARM_UP = 0.06  # fraction of all steps
-FINAL_RATE = 0.05  # fraction of the peak learning rate
+WARM_UP = 0.06  # the learning rate rises during this fraction of the steps
+FINAL_RATE = 0.05  # the learning rate ends at this fraction of its peak
 HELD_OUT_WINDOWS = 512
 
 
@@ -30,7 +30,7 @@ def train(model: Decoder, corpus: Corpus, preset: Preset, *, label: str, seed: i
 
 
 def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
-    """Return AdamW over all parameters, including those that start to train later."""
+    """Return an AdamW optimizer for all parameters, including those that are still frozen."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -46,8 +46,8 @@ def optimise(
 ) -> Iterator[Tensor]:
     """Take one optimizer step per batch; after each, yield its loss as a detached scalar.
 
-    ``loss_of`` gets the batch and the number of steps taken before it. ``batches`` are those after the first
-    ``done`` of ``steps``; ``rate`` is the peak learning rate.
+    ``loss_of`` gets a batch and the number of steps taken so far. If ``done`` of the ``steps`` steps were
+    taken in an earlier run, ``batches`` must start after them. ``rate`` is the peak learning rate.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device
@@ -90,7 +90,7 @@ def text_bits(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Return the fraction of the peak learning rate: linear warm-up, then cosine decay to FINAL_RATE."""
+    """Return the learning rate of a step, relative to the peak: linear warm-up, then cosine decay."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up

@@ -31,8 +31,8 @@ class Preset(NamedTuple):
     heads: int
     head_dim: int
     kv_heads: int  # GQA only
-    kv_lora_rank: int  # MLA only; its unrotated query and key channels and its values have head_dim
-    rope_dim: int  # MLA only; the other variants rotate whole heads
+    kv_lora_rank: int  # MLA only: size of the latent; values and unrotated keys have head_dim channels
+    rope_dim: int  # MLA only: number of rotary channels; the other variants rotate whole heads
     context: int
     batch: int
     steps: int

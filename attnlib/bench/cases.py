@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmark, and their FLOPs."""
+"""The attention calls that the GPU benchmark times, and the FLOPs of each."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,9 @@ from .. import CAUSAL, FULL, Mask, sliding
 
 
 class Case(NamedTuple):
-    """A self-attention case: batch, query heads, KV heads, tokens, key channels and value channels.
+    """An attention call to time: batch, query heads, KV heads, tokens, key channels and value channels.
 
-    With ``lengths``, the case is packed: a batch of one that holds sequences of these lengths, ``tokens`` in
-    all.
+    With ``lengths``, the call has packed sequences of these lengths, a batch of one, and ``tokens`` in all.
     """
 
     name: str
@@ -27,9 +26,9 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
     def flops(self, what: str) -> float:
-        """Return the FLOPs of the timed pass; causal masks halve them, as in the FlashAttention papers.
+        """Return the FLOPs of a pass such as "forward"; sliding windows are not taken into account.
 
-        Windows are not taken into account.
+        A causal mask halves the number, as in the FlashAttention papers.
         """
         pairs = self.heads * sum(n * n for n in self.lengths or (self.tokens,) * self.batch)
         forward, backward = 2 * (self.dim + self.value_dim), 2 * (3 * self.dim + 2 * self.value_dim)
@@ -52,7 +51,7 @@ class Case(NamedTuple):
 
 
 def plain(tokens: int, heads: int, dim: int, mask: Mask = CAUSAL, *, batch: int = 1) -> Case:
-    """Return a case with as many KV heads as query heads, named after its tokens."""
+    """Return a case of multi-head attention, named after its number of tokens."""
     name = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
     return Case(name, batch, heads, heads, tokens, dim, dim, mask)
 
@@ -74,17 +73,17 @@ GROWING = tuple(plain(tokens, 48, 64) for tokens in LENGTHS)
 LONG = tuple(plain(tokens, 16, 128) for tokens in (8192, 16384, 32768, 65536))
 MEMORY = tuple(plain(tokens, 16, 128) for tokens in LENGTHS[1:])
 
-# As many tokens as 8 x 2048, and within 2 % as many query-key pairs.
+# Together these sequences have as many tokens as 8 x 2048, and as many query-key pairs up to 2 %.
 RAGGED = (3300, 2800, 2333, 1800, 1559, 1201, 1177, 1024, 601, 300, 150, 80, 40, 17, 1, 1)
 
 
 def packed(*lengths: int, name: str = "") -> Case:
-    """Return a case of packed causal sequences, with 16 heads of 128 channels."""
+    """Return a case with packed sequences of these lengths: causal, with 16 heads of 128 channels."""
     name = name or f"{len(lengths)} x {lengths[0]}"
     return Case(name, 1, 16, 16, sum(lengths), 128, 128, CAUSAL, lengths)
 
 
-# Pairs of a packed case and a batch of as many tokens.
+# Each packed case is compared with a dense batch of equally many tokens.
 VARLEN = (
     (packed(*(1024,) * 16), plain(1024, 16, 128, batch=16)),
     (packed(*(4096,) * 4), plain(4096, 16, 128, batch=4)),

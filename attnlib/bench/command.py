@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fill the chosen tables; return 0, 1 if attnlib failed in a row, or 2 if the options are unusable here.
+    """Run the chosen benchmarks and return an exit code: 0, or 1 if attnlib failed in any row.
 
-    A case that hangs ends the process with 3.
+    The code is 2 if the options cannot be used on this machine. A case that hangs ends the process with 3.
     """
     try:
         known = {

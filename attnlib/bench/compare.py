@@ -1,4 +1,4 @@
-"""Compare implementations of one call: check that their results agree, then time them in turns."""
+"""Compare implementations of the same attention call: check that their results agree, then time them."""
 
 import sys
 import time
@@ -14,13 +14,13 @@ from .place import Target
 
 Result = TypeVar("Result")
 Action = Callable[..., object]
-# Errors of Triton and of FlashAttention-4's compiler, by module: they derive from no error in `_failures`.
+# Compiler errors of Triton and FlashAttention-4, by module. No other type in `_failures` includes them.
 FOREIGN = MappingProxyType({"triton.errors": "TritonError", "cutlass.base_dsl.common": "DSLBaseError"})
-APART = 1e-2  # relative norm of an error that is too large for bf16 rounding
+APART = 1e-2  # two bf16 results disagree if their relative difference exceeds this
 
 
 class Failure(str):
-    """The reason why a cell has no number."""
+    """The reason why a cell of a table has no number."""
 
     __slots__ = ()
 
@@ -29,10 +29,9 @@ Cells = dict[str, float | Failure]  # the cells of a row, by column
 
 
 def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure:
-    """Return the result of ``call(*arguments)``, or a Failure if it raises.
+    """Return the result of ``call(*arguments)``, or a Failure if it raises, so that other calls go on.
 
-    If an argument is a Failure, return the first one instead of calling. So no implementation can end the
-    comparison of the others.
+    If an argument is a Failure already, that Failure is returned and nothing is called.
     """
     for x in arguments:
         if isinstance(x, Failure):
@@ -44,7 +43,7 @@ def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the exceptions of implementations that cannot run, including those of their compilers."""
+    """Return the exception types that mean "this implementation cannot run here", such as compiler errors."""
     return (
         RuntimeError,
         ValueError,
@@ -72,10 +71,11 @@ def _why(error: Exception) -> str:
 def agreeing(
     made: Mapping[str, object], results: Callable, ours: Collection[str] = (), bound: float = APART
 ) -> dict[str, object]:
-    """Return ``made`` with a Failure in place of each entry whose ``results`` disagree with the majority.
+    """Replace each implementation whose results disagree with the majority by a Failure; return the dict.
 
-    The reference is the entry that most others agree with. Entries of ``ours`` share kernels, and so errors:
-    agreement among them counts only if no other implementation has results.
+    ``results`` computes the results of an entry of ``made``. The reference is the entry that most other
+    entries agree with. Entries named in ``ours`` share kernels and therefore errors, so agreement among them
+    counts only if no other implementation has results.
     """
     found = {name: attempt(results, one) for name, one in made.items()}
     right = {name: x for name, x in found.items() if not isinstance(x, Failure)}
@@ -95,7 +95,7 @@ def agreeing(
 
 
 def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest relative error norm over the output and all gradients; NaN if one is NaN."""
+    """Return the largest relative error of several tensors, such as an output and its gradients, or NaN."""
     errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(found, expected, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -106,7 +106,7 @@ def in_turns(
     rounds: int,
     budget: float = 0.0,
 ) -> Cells:
-    """Time the actions in turns, because clocks drift under load; return the median seconds of each.
+    """Time the actions in turns, because GPU clocks drift under load; return the median seconds of each.
 
     There are at least ``rounds`` rounds, and enough to fill ``budget`` seconds.
     """
@@ -133,10 +133,11 @@ def compare_calls(
     checks: Collection[str] = (),
     bound: float = APART,
 ) -> Cells:
-    """Return the seconds per call of each implementation whose results agree.
+    """Time one call by several implementations; return the seconds of each whose results agree.
 
-    Each of ``makers`` prepares a call. ``captured`` calls are captured and replayed as one; if it is 0, calls
-    run eagerly. Implementations in ``checks`` only check the others and are not timed.
+    ``makers`` maps the name of an implementation to a function that prepares its call. If ``captured`` is not
+    0, that many calls are captured and replayed as one graph; otherwise calls run eagerly. Implementations in
+    ``checks`` only serve to check results and are not timed.
     """
     made = agreeing(
         {name: attempt(make) for name, make in makers.items()}, lambda call: _tensors(call()), ours, bound

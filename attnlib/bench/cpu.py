@@ -26,7 +26,7 @@ DECODING = tuple(
 
 
 def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
-    """Time causal calls, large and small."""
+    """Time causal attention on the CPU, in large and in small calls, and yield a row for each."""
     for case, whats in work:
         columns = Column("ours", "ours", case), Column("SDPA", "transposed", case)
         yield from by_what(place, tables[0], case.name, columns, whats)
@@ -34,7 +34,7 @@ def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Seq
 
 @torch.no_grad()
 def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = DECODING) -> Rows:
-    """Time one token per sequence: attnlib's cache, and torch's attention over preallocated tensors."""
+    """Time decoding steps on the CPU: attnlib's cache, and torch's attention over preallocated tensors."""
     for case in work:
         model = Stack(case, place)
         prompt, token = (torch.randn(case.batch, n, case.width) for n in (case.context, 1))
@@ -51,7 +51,7 @@ def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = 
 
 
 class OurDecoder:
-    """Decodes one step per call over a contiguous cache; a full cache is cut back to the prompt."""
+    """Decodes one token per call from attnlib's contiguous cache; a full cache is cut back to the prompt."""
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor):
         batch, self._context, _ = prompt.shape
@@ -75,8 +75,8 @@ class OurDecoder:
 class PeerDecoder:
     """Decodes with the same weights and torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
 
-    ``masked`` attends to the whole tensors under a mask, like a static cache; otherwise to a slice that
-    grows.
+    With ``masked``, attention reads the whole tensors under a mask, like a static cache. Otherwise it reads a
+    slice that grows with every token.
     """
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor, *, masked: bool):

@@ -1,4 +1,4 @@
-"""Decoding over full caches: other libraries, latents, int8 and fp8, forks, and batch invariance."""
+"""Decoding benchmarks over full caches: other libraries, MLA, int8 and fp8, forks, and batch invariance."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from .speed import Rows
 from .stored import Decoding, copied, forked, ours, peer, stored
 from .watchdog import watched
 
-ROUGH = 5e-2  # relative norm of the error of storing in int8 or fp8
+ROUGH = 5e-2  # largest relative error allowed for int8 and fp8 caches
 
 MHA, GQA, MQA = (KVLayout.grouped(heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 1))
 MLA = KVLayout.latent(512, 64, dtype=torch.bfloat16)
@@ -43,7 +43,7 @@ SHARED = (
 )
 INVARIANT = (GROUPED[0], GROUPED[1], LATENTS)
 
-# Functions that fill the cache to read, by column.
+# Each column of a table reads a cache that one of these functions has filled.
 STORAGES = MappingProxyType(
     {"contiguous": partial(stored, page_size=None)}
     | {f"pages of {size}": partial(stored, page_size=size) for size in (1, 16, 64, 256)}
@@ -70,9 +70,9 @@ def rows(
     checks: Sequence[str] = (),
     bound: float = APART,
 ) -> Rows:
-    """Yield a row per case: microseconds of one call over each cache.
+    """Yield a table row for each case: the time of one decoding call for each kind of cache, in microseconds.
 
-    Other libraries run over their own tensors or pages.
+    Other libraries read their own tensors or pages.
     """
     for case in work:
         q, *keys = case.tensors(place.device)

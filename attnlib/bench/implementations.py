@@ -1,4 +1,4 @@
-"""Implementations of a case: attnlib, torch's attentions, other libraries, and eager torch."""
+"""Implementations of attention to compare: attnlib, torch's own, other libraries, and textbook attention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,18 +27,18 @@ FUSED = MappingProxyType(
 
 
 class Implementation(NamedTuple):
-    """A function of q, k and v that computes a case; ``heads_first`` if it takes heads before tokens."""
+    """An attention function of q, k and v; ``heads_first`` is True if it expects heads before tokens."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     heads_first: bool
 
 
 def implementation(name: str, case: Case, place: Target) -> Implementation:
-    """Prepare the implementation called ``name`` for a case.
+    """Prepare the implementation called ``name`` to run a benchmark case.
 
     Raises:
         ValueError: the name is unknown.
-        NotImplementedError: it cannot compute the case.
+        NotImplementedError: the implementation cannot compute the case.
     """
     tokens_first = {
         "ours": _ours,
@@ -63,7 +63,7 @@ def _ours(case: Case, place: Target) -> Callable:
 
 
 def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable:
-    """Return torch's fused attention by one backend, or by torch's choice."""
+    """Return torch's fused attention, restricted to one backend unless ``backend`` is None."""
     if case.mask not in (FULL, CAUSAL) or case.lengths:
         raise NotImplementedError("torch's fused attention: only full or causal batches")
     options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
@@ -78,13 +78,13 @@ def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable
 
 
 def _transposed(case: Case, place: Target) -> Callable:
-    """Return torch's fused attention for tensors with tokens before heads, as projections make them."""
+    """Return torch's fused attention for tensors ``[b, t, h, d]``, the layout that projections produce."""
     call = _fused(case, place, backend=None)
     return lambda *tensors: call(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
 
 def _by_sequence(case: Case, place: Target) -> Callable:
-    """Return torch's fused attention, called for one packed sequence after another."""
+    """Return a function that calls torch's fused attention separately for each packed sequence."""
 
     def call(*tensors: Tensor) -> Tensor:
         sequences = zip(*(x.transpose(0, 1)[None].split(case.lengths, 2) for x in tensors), strict=True)

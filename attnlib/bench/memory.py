@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward, for growing numbers of tokens."""
+"""Measure the peak memory of forward and backward passes for growing numbers of tokens."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from .watchdog import watched
 
 
 def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
-    """Yield the peak MiB of each implementation, beyond q, k, v and the output's gradient.
+    """Yield a row per case: the peak memory in MiB of each implementation, without that of its inputs.
 
-    The last column is the part that any implementation must hold.
+    Inputs are q, k, v and the output's gradient. The last column is what every implementation must allocate.
     """
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
@@ -34,7 +34,7 @@ def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2"
 
 
 def needed(case: Case) -> int:
-    """Return the bytes of the output, of the gradients of q, k and v, and of LSE and delta in fp32."""
+    """Return the size in bytes of the output, the gradients of q, k and v, and LSE and delta in fp32."""
     queries, keys = case.batch * case.tokens * case.heads, case.batch * case.tokens * case.kv_heads
     rows = ((queries, case.dim), (keys, case.dim), (keys, case.value_dim), (queries, case.value_dim))
     return sum(map(math.prod, rows)) * case.dtype.itemsize + 2 * 4 * queries

@@ -28,9 +28,9 @@ from .watchdog import watched
 FORMS = MappingProxyType({"ring": ring_attention, "gather": gather_attention, "heads": head_attention})
 WHATS = MappingProxyType({"forward": "forward", "both": "forward + backward"})
 ONE = "one rank"
-ROUNDS = 9  # turns per implementation
-STEPS = 20  # calls over a cache per turn, on a GPU as one graph
-Found = list[tuple[str, str, Cells]]  # table name, row name, and cells
+ROUNDS = 9  # each implementation is timed this many times, in turns
+STEPS = 20  # decoding calls per measurement, which a GPU replays as one graph
+Found = list[tuple[str, str, Cells]]  # each measurement: table name, row name, and cells
 
 LENGTHS = ((32768, "GQA 32/8 32k"), (131072, "GQA 32/8 128k"))
 SEQUENCES = tuple(
@@ -42,7 +42,7 @@ SMALL_CACHES = (Decoding("8 heads, 2 x 500", 2, 8, 500, KVLayout.latent(32, 8)),
 
 
 def counts(place: Target) -> list[int]:
-    """Return the numbers of ranks to try: powers of two up to the number of GPUs, or 2 on a CPU.
+    """Return the numbers of ranks to time: powers of two up to the number of GPUs, or 2 on a CPU.
 
     Raises:
         RuntimeError: there are fewer than two GPUs.
@@ -56,7 +56,7 @@ def counts(place: Target) -> list[int]:
 
 
 def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterable[Case]) -> Rows:
-    """Yield what ``measure(place, mesh, case)`` returns, for each number of ranks, table and case."""
+    """Run ``measure(place, mesh, case)`` on each number of ranks, and yield the rows of all tables."""
     for ranks in counts(place):
         with TemporaryDirectory() as folder:
             try:
@@ -73,7 +73,7 @@ def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterab
 def _process(
     rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str
 ) -> None:
-    """Run one rank; rank 0 writes the results."""
+    """Run the measurements in one process (one rank); rank 0 writes the results."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -90,7 +90,7 @@ def _process(
 
 
 def _milliseconds(call: Callable, place: Target) -> float:
-    """Time a call that all ranks start together; return the time of the slowest rank."""
+    """Time a call that all ranks start together; return the milliseconds of the slowest rank."""
     dist.barrier()
     return _most(wall_seconds(call, place.synchronize) * 1e3, place)
 
@@ -102,13 +102,13 @@ def _most(x: float, place: Target) -> float:
 
 
 def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: Target) -> object:
-    """Return ``run``, or a Failure if its results on some rank differ from those of one rank."""
+    """Return ``run``, or a Failure if any rank's results differ from those that one rank computes alone."""
     error = _most(distance(results(run), expected), place)
     return run if error < APART else Failure(f"differs from {ONE} by {error:.0e}")
 
 
 def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
-    """Time attention over a sharded sequence, in each form and by torch, and on one rank over all of it."""
+    """Time attention over a sharded sequence by attnlib and by torch, and over the whole one on one rank."""
     torch.manual_seed(0)
     options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
     own = [shard(x, mesh).clone() for x in whole]
@@ -142,9 +142,9 @@ def _by_what(runs: dict, place: Target) -> dict[str, Cells]:
 def _theirs(
     place: Target, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> dict:
-    """Time torch's own context parallelism.
+    """Time torch's context parallelism, which shards a sequence over ranks as attnlib does.
 
-    It shards the sequence like attnlib, and replaces scaled_dot_product_attention while it is active.
+    It replaces torch's scaled_dot_product_attention while it is active.
     """
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -160,9 +160,9 @@ def _theirs(
 
 @torch.no_grad()
 def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
-    """Time one token over latents that are sharded over ranks, copied to each rank, or on one rank.
+    """Time MLA decoding with latents sharded over the ranks, copied to every rank, or on a single rank.
 
-    Ranks that share or copy the latents each have some of the heads.
+    With several ranks, each rank computes some of the query heads.
     """
     q, *keys = case.tensors(place.device)
     whole, sharded, heads = (

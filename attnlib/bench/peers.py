@@ -12,8 +12,8 @@ from .cases import Case
 from .place import Target
 
 PACKAGES = MappingProxyType({"FA4": "flash-attn-4", "FlashInfer": "flashinfer-python"})
-PAGE, LATENT_PAGE = 16, 64  # tokens per page in FlashInfer
-WORKSPACE = 512 << 20  # bytes of FlashInfer's workspace for partial results
+PAGE, LATENT_PAGE = 16, 64  # FlashInfer's tokens per page, for keys and values and for latents
+WORKSPACE = 512 << 20  # FlashInfer gets this many bytes for partial results
 
 
 def versions() -> dict[str, str]:
@@ -25,13 +25,13 @@ def versions() -> dict[str, str]:
 
 
 def present(names: Iterable[str]) -> list[str]:
-    """Return ``names`` without the libraries that are not installed."""
+    """Return the names of those implementations whose library is installed."""
     absent = PACKAGES.keys() - versions().keys()
     return [name for name in names if name not in absent]
 
 
 def flash_attention_4(case: Case, place: Target) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return FlashAttention-4's function for a case, with tokens before heads."""
+    """Return FlashAttention-4's function of q, k and v for a benchmark case; tokens come before heads."""
     from flash_attn.cute import flash_attn_func
 
     if case.mask not in (FULL, CAUSAL) or case.lengths:
@@ -45,7 +45,7 @@ def flash_attention_4(case: Case, place: Target) -> Callable[[Tensor, Tensor, Te
 
 
 def flashinfer(layout: KVLayout, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Return FlashInfer's decoding call: one query per sequence, over its own pages in random order."""
+    """Return a call that decodes one token per sequence with FlashInfer, from pages in random order."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 

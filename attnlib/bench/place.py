@@ -11,10 +11,10 @@ import torch
 class Target(NamedTuple):
     """A device, the backend that attnlib uses there (None: attnlib chooses), and how to measure.
 
-    ``seconds(call)`` returns the time of one call, and ``peak(call)`` the most bytes that it held beyond
-    those held before it. ``capture(call, n)`` captures ``n`` calls as one that the device repeats without the
-    host, and that returns the result of the last one. Implementations take turns: ``rounds`` of them, and
-    more to fill ``budget`` seconds.
+    ``seconds(call)`` returns the time of one call, and ``peak(call)`` the peak memory in bytes that the call
+    adds. ``capture(call, n)`` returns a function that runs ``n`` calls as one graph, without the host, and
+    returns the result of the last call. Implementations take turns, for at least ``rounds`` rounds and
+    ``budget`` seconds.
     """
 
     device: str
@@ -27,7 +27,7 @@ class Target(NamedTuple):
     budget: float = 0.0
 
     def tidy(self) -> None:
-        """Free memory that is no longer used, and compiled code."""
+        """Free unused memory and the code that torch has compiled."""
         gc.collect()
         if self.device == "cuda":
             torch.compiler.reset()  # otherwise FlexAttention stops compiling after a few shapes
@@ -35,12 +35,12 @@ class Target(NamedTuple):
 
 
 def cpu() -> Target:
-    """Return the CPU target: one call per turn, without graphs and without measuring memory."""
+    """Return the target that measures on the CPU: single calls, no graphs, and no memory measurement."""
     return Target("cpu", None, wall_seconds, rounds=5, budget=6)
 
 
 def cuda() -> Target:
-    """Return the target of the current CUDA device.
+    """Return the target that measures on the current CUDA device.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -51,7 +51,7 @@ def cuda() -> Target:
 
 
 def wall_seconds(call: Callable, synchronize: Callable[[], None] = lambda: None) -> float:
-    """Return the wall time of a call, until the device has finished it."""
+    """Return the seconds from the start of a call until the device has finished its work."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -60,9 +60,9 @@ def wall_seconds(call: Callable, synchronize: Callable[[], None] = lambda: None)
 
 
 def gpu_seconds(call: Callable) -> float:
-    """Return the median GPU time of calls over 150 ms, each with a cold L2 cache, after 25 ms of warm-up.
+    """Return a call's median GPU time over 150 ms, with a cold L2 cache, after 25 ms of warm-up.
 
-    Over that long, the GPU gets as warm, and its clock as slow, as under sustained work.
+    This is long enough for the GPU to get as warm, and its clock as slow, as under sustained work.
     """
     from triton.testing import do_bench
 
@@ -70,7 +70,7 @@ def gpu_seconds(call: Callable) -> float:
 
 
 def gpu_peak(call: Callable) -> int:
-    """Return the most bytes a call held beyond those held before, as counted by torch's allocator."""
+    """Return the peak memory in bytes that a call adds to the memory already allocated by torch."""
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -85,7 +85,7 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
 
     The function returns the result of the last call.
     """
-    call()  # compile, and allocate what is allocated once, before the capture
+    call()  # kernels compile, and one-time buffers are allocated, before the capture
     graph = torch.cuda.CUDAGraph()
     # If the capture fails, torch.cuda.graph does not restore the current stream; torch.cuda.stream does.
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph):
@@ -100,7 +100,7 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:
-    """Return the mean CPU time until a call returns; calls are too few to wait for the device."""
+    """Return the mean CPU seconds until a call returns, over so few calls that none waits for the device."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):

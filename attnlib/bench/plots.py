@@ -1,4 +1,4 @@
-"""Draw growing tables as pictures: one line per column, over the number of tokens."""
+"""Plot tables whose rows differ only in the number of tokens: one curve for each column."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ from .report import MISSING, Line, Table
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Write a growing table as a PNG; ``where`` names the device and the versions.
+    """Plot a table over the number of tokens, as a PNG; ``where`` names the device and the versions.
 
-    Our line is wide, so that it stays visible below another one.
+    The curve of attnlib is wide, so that it stays visible under another curve.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -11,7 +11,7 @@ MISSING = Failure("")
 
 
 class Line(NamedTuple):
-    """A row of a table: its name, its cells, and in a growing table its number of tokens."""
+    """A row of a table of measurements: its name, its cells, and its token count if the table plots it."""
 
     name: str
     cells: Cells
@@ -19,11 +19,12 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The layout of a table. If the unit is per second, larger numbers are better.
+    """The layout of a table of measurements; larger numbers are better if the unit is per second.
 
-    The first ``ours`` columns are attnlib's. A single one is compared with each of the other columns; several
-    are each compared with the best of the others. ``what`` is the timed pass ("forward", "backward" or
-    "both") if it is the same in all rows. The rows of a ``growing`` table differ only in their tokens.
+    The first ``ours`` columns are attnlib's. A single attnlib column is compared with each of the other
+    columns; several are each compared with the best other column. ``what`` is the timed pass ("forward",
+    "backward" or "both") if it is the same in all rows. The rows of a ``growing`` table differ only in their
+    tokens.
     """
 
     name: str
@@ -38,15 +39,15 @@ class Table(NamedTuple):
         return self.unit.endswith("/s")
 
     def best(self, cells: Cells) -> str:
-        """Return the best column that is not ours, or "" if none has a number."""
+        """Return the name of the best column that is not attnlib's, or "" if none of them has a number."""
         numbers = {column: x for column, x in list(cells.items())[self.ours :] if not isinstance(x, Failure)}
         return (max if self.more_is_better else min)(numbers, key=numbers.get, default="")
 
     def ratio(self, cells: Cells, column: str) -> float | None:
-        """Return the ratio in brackets: how many times better our first column is than ``column``.
+        """Return how many times better attnlib is than ``column``; tables show this ratio in brackets.
 
-        If several columns are ours, return how many times better ``column`` is than the best other column.
-        The result is None for a column that gets no ratio.
+        If several columns are attnlib's, return how many times better ``column`` is than the best column of
+        another library. The result is None for a column that gets no ratio.
         """
         mine = list(cells)[: self.ours]
         if (column in mine) == (self.ours == 1):
@@ -58,11 +59,11 @@ class Table(NamedTuple):
         return a / b if self.more_is_better else b / a
 
     def failed(self, row: Line) -> bool:
-        """True if one of our columns has no number."""
+        """True if a column of attnlib has no number in this row."""
         return any(isinstance(value, Failure) for value in list(row.cells.values())[: self.ours])
 
     def texts(self, row: Line, columns: Sequence[str]) -> list[str]:
-        """Return the text of each cell: a number, with a ratio in brackets, or why there is no number."""
+        """Format the cells of a row: a number, with a ratio in brackets, or the reason why there is none."""
         found = []
         for column in columns:
             value, ratio = row.cells.get(column, MISSING), self.ratio(row.cells, column)
@@ -72,7 +73,7 @@ class Table(NamedTuple):
 
 
 def markdown(table: Table, rows: Sequence[Line], facts: dict[str, str]) -> str:
-    """Format the table as Markdown, below the command, the device, the versions and the date."""
+    """Format a table as Markdown, under a heading with the command, the device, the versions and the date."""
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     lines = [f"## {table.title}", ", ".join((f"`{facts['command']}`", *list(facts.values())[1:])), ""]
     lines += [f"| {' | '.join([table.unit, *columns])} |", "|---|" + "---:|" * len(columns)]
@@ -94,7 +95,7 @@ def digits(x: float) -> str:
 
 
 class Report:
-    """Collects rows and rewrites the files of their table after each one, in case the run is cut short."""
+    """Collects the rows of tables and saves a table after each new row, in case the run is cut short."""
 
     def __init__(self, folder: Path, facts: dict[str, str], say: Callable[[str], None] = print):
         self.folder = folder

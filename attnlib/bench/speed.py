@@ -1,4 +1,4 @@
-"""Speed tables: rows that compare implementations of a case, or several cases of attnlib."""
+"""Fill the speed tables: time implementations of the same attention call, or different calls of attnlib."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,13 +16,13 @@ from .place import Target, host_seconds
 from .report import Line, Table
 from .watchdog import watched
 
-BATCHES = 30  # batches of calls whose CPU time is measured
+BATCHES = 30  # CPU time is measured over this many batches of calls
 
 Rows = Iterator[tuple[Table, Line]]
 
 
 class Column(NamedTuple):
-    """A column of a row: an implementation and its case. Unless ``timed``, it only checks the others."""
+    """An implementation and the case (the attention call) that it runs; unless ``timed``, only as a check."""
 
     name: str
     implementation: str
@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An implementation with its inputs and the gradient of its output."""
+    """An attention implementation, ready to run: the function, its inputs and the gradient of its output."""
 
     call: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
@@ -62,12 +62,12 @@ class Run(NamedTuple):
 
 
 def same_case(case: Case, names: Iterable[str]) -> list[Column]:
-    """Return a column for each implementation of one case."""
+    """Return one table column for each implementation, all of which run the same attention call."""
     return [Column(name, name, case) for name in names]
 
 
 def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure]:
-    """Prepare each column; one that cannot run, or disagrees on its case, becomes a Failure."""
+    """Prepare the implementations; one that cannot run, or whose results differ, becomes a Failure."""
     ready: dict[str, Run | Failure] = {}
     for case in dict.fromkeys(column.case for column in columns):
         mine = [column for column in columns if column.case == case]
@@ -79,7 +79,7 @@ def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure
 
 
 def _layouts(place: Target, case: Case) -> dict[bool, list[Tensor]]:
-    """Return the same tensors with tokens before heads (False) and with heads before tokens (True)."""
+    """Return a case's inputs in two layouts: tokens before heads (False), and heads before tokens (True)."""
     given = case.tensors(place.device)
     layouts = {
         False: given,
@@ -98,9 +98,9 @@ def _run(column: Column, place: Target, layouts: Mapping[bool, list[Tensor]]) ->
 
 
 def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
-    """Return, for each of ``whats``, the seconds of every timed column.
+    """Time every column in each of ``whats`` (such as "forward" and "backward"); return the seconds.
 
-    A column whose results disagree with the others is not timed.
+    A column whose results disagree with those of other columns is not timed.
     """
     ready = line_up(place, columns)
     timed = [column.name for column in columns if column.timed]
@@ -131,7 +131,7 @@ def varlen(
     work: Iterable[tuple[Case, Case]] = cases.VARLEN,
     check: str = "FA2",
 ) -> Rows:
-    """Compare packed sequences with a batch of as many tokens."""
+    """Compare the speed of packed sequences with that of a dense batch of equally many tokens."""
     for packed, dense in work:
         columns = (
             Column("packed", "ours", packed),
@@ -145,7 +145,7 @@ def varlen(
 def window(
     place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2"
 ) -> Rows:
-    """Compare a sliding window with full causal attention."""
+    """Compare the speed of sliding-window attention with that of full causal attention."""
     near, far = work
     columns = (
         Column("sliding", "ours", near),
@@ -161,7 +161,7 @@ def window(
 def grouped(
     place: Target, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2"
 ) -> Rows:
-    """Compare grouped KV heads with as many KV heads as query heads."""
+    """Compare the speed of grouped-query attention with that of multi-head attention."""
     ours = [Column(case.name, "ours", case) for case in work]
     checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]
     name = f"{work[0].batch} x {work[0].tokens} d{work[0].dim}"
@@ -171,13 +171,13 @@ def grouped(
 def overhead(
     place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES
 ) -> Rows:
-    """Measure the CPU time from a small call to its last launch."""
+    """Measure the CPU time that a small call takes before the last kernel has been launched."""
     place = place._replace(seconds=partial(host_seconds, synchronize=place.synchronize), rounds=batches)
     return by_what(place, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
 
 
 def by_what(place: Target, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
-    """Yield a row for each of ``whats``; its columns may be different cases."""
+    """Yield a row for each of ``whats``, such as "forward"; columns may run different attention calls."""
     with watched(f"{table.name}, {name}"):
         taken = compare(place, columns, whats)
     for what in whats:
@@ -186,7 +186,7 @@ def by_what(place: Target, table: Table, name: str, columns: Sequence[Column], w
 
 
 def _in_units(table: Table, what: str, seconds: Cells, columns: Iterable[Column]) -> Cells:
-    """Convert seconds to the table's unit: ms, us or TFLOP/s; a Failure stays one."""
+    """Convert seconds to the unit of a table (ms, us or TFLOP/s); failures stay as they are."""
     flops = {column.name: column.case.flops(what) for column in columns}
 
     def convert(name: str, taken: float) -> float:

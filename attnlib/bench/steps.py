@@ -1,4 +1,4 @@
-"""Whole decoding steps: layers run eagerly, as a CUDA graph and compiled, and both forms of an MLA layer."""
+"""Time whole decoding steps (eager, compiled, or as a CUDA graph), and both ways to compute an MLA layer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,12 +23,12 @@ from .speed import BATCHES, Rows
 from .stored import PAGE, cache_for
 from .watchdog import watched
 
-TURN = 32  # steps per turn
+TURN = 32  # an implementation decodes this many steps before the next one takes its turn
 DTYPE = torch.bfloat16
 
 
 class StepCase(NamedTuple):
-    """Sequences that decode one token per step through identical layers, after a stored context."""
+    """A decoding benchmark: a batch decodes one token per step after a stored context, in equal layers."""
 
     name: str
     batch: int
@@ -44,7 +44,7 @@ STEPS = (StepCase("1 x 1k", 1, 1024), StepCase("16 x 1k", 16, 1024))
 
 
 class LatentLayer(NamedTuple):
-    """Sequences of ``tokens`` tokens through one MLA layer, and the ranks of its queries and latents."""
+    """A benchmark of one MLA layer: tokens per sequence, and the ranks of the query and KV projections."""
 
     name: str
     batch: int
@@ -53,7 +53,7 @@ class LatentLayer(NamedTuple):
     heads: int
     q_rank: int | None
     rank: int = 512
-    head: int = 128  # channels of a value, and of the unrotated part of a key
+    head: int = 128  # values have this many channels, and so have keys without their rotary channels
     rope: int = 64
     dtype: torch.dtype = DTYPE
 
@@ -76,7 +76,7 @@ FORMS = (
 
 
 class Stack(nn.Module):
-    """Grouped-query layers that compute the rotary angles once."""
+    """A stack of grouped-query attention layers that computes the rotary angles once for all layers."""
 
     def __init__(self, work: StepCase, place: Target):
         super().__init__()
@@ -95,7 +95,7 @@ class Stack(nn.Module):
 
 
 class Decoder:
-    """A stack and a cache that holds the context, with capacity for one turn of steps."""
+    """A stack of layers with a cache that holds the context and has room for one turn of decoding steps."""
 
     def __init__(self, work: StepCase, place: Target):
         self._work, self._place = work, place
@@ -109,7 +109,7 @@ class Decoder:
                 _append_random(place, layer, self.model.layers[0].rope)
 
     def turn(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> Tensor:
-        """Run one turn of steps after the context; return the last output."""
+        """Decode TURN steps after the stored context; return the output of the last step."""
         for handle in self._handles:
             self.cache.truncate(handle, self._work.context)
         for _ in range(TURN):
@@ -118,16 +118,16 @@ class Decoder:
         return out
 
     def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
-        """Return the seconds per step, including the host's work.
+        """Return the wall time per decoding step in seconds, including the work of the CPU.
 
-        They are measured from the first call of a turn until the device has finished the last one.
+        The clock runs from the first call of a turn until the device has finished the last call.
         """
         return wall_seconds(partial(self.turn, run), self._place.synchronize) / TURN
 
 
 @torch.no_grad()
 def rows(place: Target, tables: Sequence[Table], work: Iterable[Work], measure: Callable[..., Cells]) -> Rows:
-    """Yield a row per case, with the measured times in microseconds."""
+    """Measure each case and yield a table row with its times in microseconds."""
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             cells = attempt(measure, place, case)
@@ -137,7 +137,7 @@ def rows(place: Target, tables: Sequence[Table], work: Iterable[Work], measure: 
 
 
 def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Cells:
-    """Time a decoding step replayed as a CUDA graph, in eager calls, and compiled to one graph."""
+    """Time a decoding step in three ways: as a replayed CUDA graph, eagerly, and with torch.compile."""
     decoder = Decoder(case, place)
     model, x = decoder.model, decoder.x
     compiled = compile(model, fullgraph=True)
@@ -153,7 +153,7 @@ def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Ce
 
 
 def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
-    """Measure the CPU time of one layer's append and attention, from the call to the last launch."""
+    """Measure the CPU time in which one layer launches its append and its attention."""
     decoder = Decoder(case._replace(layers=1), place)
     rope, width = decoder.model.layers[0].rope, case.width // case.heads
     q = _random(place, case.dtype, case.batch, 1, case.heads, width)
@@ -170,7 +170,7 @@ def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
 
 
 def forms(place: Target, case: LatentLayer) -> Cells:
-    """Time one token through an MLA layer in absorbed form, and in expanded form."""
+    """Time an MLA layer for one new token, in its absorbed form and in its expanded form."""
     layers = {form: case.layer(place, form, place.backend) for form in ("absorbed", "expanded")}
     layers["torch"] = case.layer(place, "absorbed", "torch")
     first = layers["absorbed"]
@@ -187,7 +187,7 @@ def forms(place: Target, case: LatentLayer) -> Cells:
 
 
 def _append_random(place: Target, kv, rope: Rope) -> None:
-    """Fill this step's slots with random keys and values, rotated as a layer with this rope rotates them."""
+    """Append random keys and values to the cache for this step, with keys rotated by the layer's rope."""
     layout, rows = kv.layout, kv.positions.shape
     sizes = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
     keys = [_random(place, layout.dtype, *rows, *size) for size in sizes]

@@ -1,4 +1,4 @@
-"""Decoding cases, and caches filled for them whose pages lie in random order."""
+"""Decoding cases for the benchmark, and caches that store their tokens on pages in random order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ from .implementations import implementation
 from .peers import flashinfer
 from .place import Target
 
-PAGE = 64  # tokens per page, by default
-READ = 16 << 30  # bytes that all calls of one graph read together
-SHELVES = 64  # sequences that free their pages in random turns, to shuffle them
+PAGE = 64  # default number of tokens per page
+READ = 16 << 30  # a CUDA graph gets as many calls as read this many bytes
+SHELVES = 64  # to shuffle pages, this many sequences take all pages and free them in random order
 
 
 class Decoding(NamedTuple):
-    """A decoding case: sequences with one new token each, query heads, stored tokens, and cache layout."""
+    """A decoding step to time: one new token per sequence, over a cache with ``tokens`` tokens of each."""
 
     name: str
     batch: int
@@ -35,7 +35,7 @@ class Decoding(NamedTuple):
         return max(4, min(200, READ // (self.batch * self.tokens * self.layout.token_bytes)))
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random q, and what ``append`` takes for all tokens: k and v, or latents and rotary keys."""
+        """Return random queries, and random tensors to store: k and v, or latents and rotary keys."""
         layout, source = self.layout, torch.Generator(device).manual_seed(0)
 
         def random(*size: int) -> Tensor:
@@ -58,7 +58,7 @@ def cache_for(
 ) -> KVCache:
     """Return an empty cache for ``batch`` sequences of ``tokens`` tokens.
 
-    It is contiguous, or hands out its pages in random order.
+    Without a page size it is contiguous; otherwise it allocates its pages in random order.
     """
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
@@ -79,10 +79,10 @@ def cache_for(
 
 
 def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
-    """Shuffle the free pages of a cache.
+    """Shuffle the free pages of a cache, so that it allocates them in random order.
 
-    Takes every page, then gives them back one by one from random sequences; the next sequences get them in
-    that order.
+    Sequences take all pages and then, in random order, give them back one by one. The cache reuses pages in
+    the order in which they were freed.
     """
     shelves = cache.admit(rows)
     held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
@@ -105,7 +105,7 @@ def stored(
     batch_invariant: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> KVView:
-    """Return the view of one query per sequence over a new cache that holds ``keys``."""
+    """Store ``keys`` in a new cache, and return its view for a step with one query per sequence."""
     layout, device = replace(case.layout, store=store), keys[0].device
     cache = cache_for(
         [layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant
@@ -118,9 +118,9 @@ def stored(
 
 
 def forked(case: Decoding, keys: Sequence[Tensor]) -> KVView:
-    """Return the view over forks of the first sequence, each with its own last token.
+    """Return the view of forks of one sequence, which share all tokens except the last.
 
-    The shared tokens are stored and read once.
+    The shared tokens are stored only once, and read only once per step.
     """
     cache = cache_for([case.layout], case.batch, case.tokens, PAGE, keys[0].device, shared_prefixes=1)
     [first] = cache.admit()
@@ -132,21 +132,21 @@ def forked(case: Decoding, keys: Sequence[Tensor]) -> KVView:
 
 
 def copied(case: Decoding, keys: Sequence[Tensor]) -> KVView:
-    """Return the view of the same tokens as ``forked``, stored separately for each sequence."""
+    """Return a view of the same tokens as :func:`forked`, but stored separately for each sequence."""
     repeated = [torch.cat((x[:1, :-1].expand(case.batch, *x[0, :-1].shape), x[:, -1:]), 1) for x in keys]
     return stored(case, repeated)
 
 
 def ours(place: Target, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
-    """Return a call of attnlib's attention over the view that ``fill`` returns."""
+    """Return a call of attnlib's attention over the cache that ``fill`` creates and fills."""
     view = fill()
     return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
 
 
 def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Return a call of another implementation, by name.
+    """Return the same decoding call for another implementation, by its name.
 
-    It is one of torch's attentions over contiguous tensors, FlashInfer, or for latents the definition.
+    This is torch's attention over contiguous tensors, FlashInfer, or for latents plain fp32 attention.
     """
     if name == "definition":
         return by_definition(q, *keys)
@@ -162,7 +162,7 @@ def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Ten
 
 
 def by_definition(q: Tensor, latent: Tensor, rope: Tensor) -> Callable[[], Tensor]:
-    """Return fp32 attention over latents, one sequence at a time with its whole score matrix."""
+    """Return a call that computes attention over latents by definition: in fp32, storing all scores."""
 
     def one(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         keys = torch.cat((latent, rope), -1).float()

@@ -24,7 +24,7 @@ from .report import Line, Report, Table, markdown
 
 
 class TableEntry(NamedTuple):
-    """A table and the function that fills it; neighbours with the same function are filled together."""
+    """A table and the function that fills it; adjacent tables with the same function are filled together."""
 
     fill: Callable[[Target, Sequence[Table]], speed.Rows]
     table: Table
@@ -126,7 +126,7 @@ PARALLEL_CPU = _parallel(parallel.SMALL_SEQUENCES, parallel.SMALL_CACHES)
 
 
 def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEntry, ...]:
-    """Return the tables in ``names``, or all tables if there are no names.
+    """Return the tables with the given names, or all tables if no names are given.
 
     Raises:
         ValueError: a name is unknown.
@@ -138,7 +138,7 @@ def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEn
 
 
 def listing(entries: Sequence[TableEntry]) -> str:
-    """List the tables, one per line."""
+    """Return the list of tables that the command prints, one table per line."""
     return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
 
 
@@ -187,7 +187,7 @@ def _draw(report: Report, table: Table) -> None:
 
 
 def facts(place: Target, command: str) -> dict[str, str]:
-    """Return the command, the device, the versions and the date."""
+    """Return the facts to print above a table: the command, the device, the versions and the date."""
     found = {"command": command, "device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if place.device == "cuda":
         found["device"] = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""The watchdog: name a benchmark case that hangs, and end the process."""
+"""A watchdog for benchmarks: print the name of a case that hangs, and end the process."""
 
 import faulthandler
 import os
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-# Seconds per case. On an H200 the slowest, training on 64k tokens with all implementations, takes about 90.
+# Time limit of a case in seconds. On an H200, the slowest case takes about 90: training on 64k tokens with
+# all implementations.
 PATIENCE = 300.0
 HANGS = 3  # the exit status of a run that hangs
 
@@ -16,10 +17,10 @@ HANGS = 3  # the exit status of a run that hangs
 def watched(name: str, seconds: float = PATIENCE) -> Iterator[None]:
     """Run the body; if it takes longer than ``seconds``, print ``name`` and a traceback and end the process.
 
-    Only the end of its process stops a kernel that hangs. The thread that waits for the kernel waits inside
-    the driver, where neither a signal handler nor an exception reaches it. A timer thread still runs, because
-    torch and Triton release the GIL while they wait. Polling events instead is not possible where
-    ``do_bench``, allocators or other libraries wait.
+    Nothing stops a hanging GPU kernel except the end of its process. The thread that waits for the kernel is
+    inside the driver, where neither a signal handler nor an exception reaches it. A timer thread still runs,
+    because torch and Triton release the GIL while they wait. Polling is no alternative, because ``do_bench``,
+    allocators and other libraries wait in code of their own.
     """
     timer = Timer(seconds, _end, (name, seconds))
     timer.daemon = True

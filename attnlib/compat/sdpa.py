@@ -58,14 +58,14 @@ def scaled_dot_product_attention(
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
     call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
     out = attend(call)[0].transpose(1, 2)
-    # drop the dimensions that were added to reach rank 4
+    # The inputs may have got extra dimensions to reach rank 4; remove them from the output.
     return out.reshape(*(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1])
 
 
 def _masked(
     given: Tensor | None, shape: tuple[int, ...], band: AnyMask
 ) -> tuple[AnyMask, ScoreFunction | None]:
-    """Convert torch's ``attn_mask``, for scores of this shape, to a mask and a score function of attnlib."""
+    """Convert torch's ``attn_mask`` to attnlib's mask and score function; ``shape`` is that of the scores."""
     if given is None:
         return band, None
     given = given.reshape(*[1] * (len(shape) - given.dim()), *given.shape)
@@ -80,7 +80,7 @@ def _masked(
 
 
 def _one(name: str, sizes: list[int]) -> int:
-    """Return the size that these sizes broadcast to."""
+    """Return the size that several sizes of one dimension broadcast to."""
     found = {size for size in sizes if size != 1} or {1}
     if len(found) > 1:
         raise ValueError(

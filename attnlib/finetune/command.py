@@ -32,7 +32,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command; options that are not given take their defaults from Settings."""
+    """Add the command's options to a parser; options left out get their defaults from :class:`Settings`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Distill a converted checkpoint back to the quality of the original that it was converted from."
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(report: Mapping[str, Any], out: Path) -> str:
-    """Return a short text summary of the report."""
+    """Return the few lines that the command prints at the end of a run."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
     scores = (
         f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"

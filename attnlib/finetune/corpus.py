@@ -11,7 +11,7 @@ from torch import Tensor
 from ..convert.checkpoint.errors import RequestError
 from ..convert.text.tokens import read_text, tokens_of
 
-HELD_OUT = 10  # one token in 10 is held out
+HELD_OUT = 10  # the last tenth of the text is held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Corpus:
         """Read and concatenate UTF-8 files and tokenize them with the tokenizer in ``folder``.
 
         Raises:
-            RequestError: a file cannot be read, or the text is too short for a context in each part.
+            RequestError: a file cannot be read, or the training or held-out part is shorter than one context.
             CheckpointError: the folder has no tokenizer.
         """
         text = "".join(read_text(path)[0] for path in files)
@@ -44,7 +44,7 @@ class Corpus:
         return cls(tokens[:kept], tokens[kept:], len(data) / len(tokens), sha256)
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-        """Yield ``count`` random training batches ``[batch, context + 1]``; a seed determines all of them."""
+        """Yield ``count`` training batches ``[batch, context + 1]``; the same seed gives the same batches."""
         generator, window = torch.Generator().manual_seed(seed), torch.arange(context + 1)
         for _ in range(count):
             start = torch.randint(len(self.train) - context, (batch, 1), generator=generator)

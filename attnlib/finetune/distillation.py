@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 Objective = Literal["teacher", "text"]
-ATTENTION = 1.0  # loss in bits for a relative error of 1
-SILENT = 1e-12  # lower bound on a sequence's squared output norm, to divide by
+ATTENTION = 1.0  # a relative error of 1 in attention adds this many bits to the loss
+SILENT = 1e-12  # avoids division by zero if a layer's outputs for a sequence are all 0
 
 
 class Speaker:
-    """A language model for distillation, whose attention outputs can be recorded and replaced.
+    """A language model, student or teacher, whose attention outputs can be recorded and replaced.
 
     ``model`` holds the parameters and ``logits(tokens)`` runs the model. ``attention`` lists its attention
     layers in order; the first output of each is ``[b, t, m]``. Hooks are installed only inside a ``with``
@@ -26,7 +26,7 @@ class Speaker:
     def __init__(self, model: nn.Module, attention: Sequence[nn.Module], logits: Callable[[Tensor], Tensor]):
         self.model: nn.Module = model
         self._attention, self._logits = attention, logits
-        self._heard: dict[int, Tensor] | None = None  # the layers' outputs during ``listen``
+        self._heard: dict[int, Tensor] | None = None  # outputs of the layers while ``listen`` runs
         self._given: Sequence[Tensor] | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -50,7 +50,7 @@ class Speaker:
         """Return the logits, and the output ``[b, t, m]`` of each attention layer.
 
         If ``given`` is not None, its tensors replace the layers' outputs in the rest of the model, and no
-        gradient flows from a layer to earlier ones. Each layer then reads what the teacher's layer reads and
+        gradient flows from a layer to earlier ones. Each layer then gets the input of the teacher's layer and
         learns on its own.
         """
         self._given, self._heard = given, {}
@@ -136,13 +136,13 @@ def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
 
 
 def text_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the bits ``[b, t]`` that a model needs for each of ``tokens`` ``[b, t + 1]`` but the first."""
+    """Return a model's cross-entropy in bits ``[b, t]`` for ``tokens`` ``[b, t + 1]`` except the first."""
     nats = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return nats.view(len(tokens), -1) / math.log(2)
 
 
 def _relative_error(taught: Sequence[Tensor], learnt: Sequence[Tensor]) -> Tensor:
-    """Return the mean relative error, normalized per sequence, so parts of a batch average to the whole."""
+    """Return the relative error of the student's outputs, averaged over all layers and sequences."""
     errors = []
     for expected, got in zip(taught, learnt, strict=True):
         expected, got = expected.float().flatten(1), got.float().flatten(1)

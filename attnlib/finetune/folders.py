@@ -12,9 +12,9 @@ from ..convert.checkpoint.errors import CheckpointError, RequestError
 from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
-ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # names of attention in a decoder layer
+ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # its names in transformers' decoder layers
 EQUAL_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
-COMPARED = 4096  # characters of text to compare the tokenizers on
+COMPARED = 4096  # both tokenizers must agree on this many characters of the text
 
 
 def require_pair(source: Path, teacher: Path, text: str) -> None:
@@ -46,10 +46,10 @@ def require_pair(source: Path, teacher: Path, text: str) -> None:
 
 
 def tokenizer_folder(source: Path, teacher: Path) -> Path:
-    """Return the folder that has a tokenizer, or the source if both have one.
+    """Return the one of two model folders that has a tokenizer, or the source if both have one.
 
     Raises:
-        CheckpointError: neither has one.
+        CheckpointError: neither folder has a tokenizer.
     """
     for folder in (source, teacher):
         if _has_tokenizer(folder):
@@ -105,7 +105,7 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of most of a folder's weights, measured in bytes."""
+    """Return the dtype that takes the most bytes among a folder's weights."""
     sizes: dict[torch.dtype, int] = {}
     for stored in read_folder(folder).tensors.values():
         if stored.entry.dtype.is_floating_point:

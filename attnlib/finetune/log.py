@@ -24,7 +24,7 @@ class Log:
         self._row: dict[str, object] = {}
 
     def begin(self, done: int) -> None:
-        """Open the log after step ``done``; later lines are dropped, because their steps run again."""
+        """Open the log and drop all lines after step ``done``, because a resumed run repeats those steps."""
         path, lines = self.folder / NAME, [",".join(COLUMNS)]
         if done and path.exists():
             lines = path.read_text().splitlines()[: done + 1]
@@ -34,7 +34,7 @@ class Log:
             self._writer = self._board(str(self.folder / BOARD), purge_step=done + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record a step; its line is written later, when it is known if the step has a score."""
+        """Record a step's values; its line is written with the next step, as a score may still come."""
         self._flush()
         self._row = {"step": step} | values
         for name, value in values.items() if self._writer is not None else ():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..internal.plots import COLOURS, blank, plain, png
 
-MARGIN = 0.15  # margin above and below the curves, as a share of their height
+MARGIN = 0.15  # margin above and below the curves, as a fraction of their height
 
 
 def draw(
@@ -18,8 +18,8 @@ def draw(
 ) -> None:
     """Write a PNG of ``curves``, each a list of (steps, bits), with a horizontal reference ``line``.
 
-    The first point of a curve is often so high that the rest would look flat. So the axis fits the later
-    points, and a first point above it is written as a number.
+    The first point of a curve is often so high that the rest would look flat. The axis therefore covers only
+    the later points, and a first point above the axis is written as a number.
     """
     figure = blank(9, 5)
     axes = figure.subplots()

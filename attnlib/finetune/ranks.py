@@ -1,4 +1,4 @@
-"""The processes (ranks) that torchrun started, or a single process: how they share batches and weights."""
+"""Divide batches and weights among the processes (ranks) that torchrun started; one process works, too."""
 
 import gc
 import os
@@ -17,12 +17,12 @@ from ..convert.text.freed import give_back
 
 
 class ElsewhereError(RuntimeError):
-    """Raised on other ranks when the first rank failed; the first rank reports the reason."""
+    """The error on all other ranks when the first rank fails; the first rank itself reports the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """This process as one of ``size`` ranks; ``mesh`` is None for a single process."""
+    """The group of ``size`` ranks, seen from this process; ``mesh`` is None for a single process."""
 
     device: torch.device
     rank: int = 0
@@ -34,11 +34,11 @@ class WorkerGroup:
         return self.rank == 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return this rank's share of ``rows``, on its device."""
+        """Return the rows of a batch that this rank processes, on its device."""
         return rows.chunk(self.size)[self.rank].to(self.device)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over the ranks; all have the same shape, and may be overwritten."""
+        """Average a tensor over all ranks; it has the same shape on every rank, and may be overwritten."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values / self.size
@@ -46,8 +46,9 @@ class WorkerGroup:
     def place(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Move the model to the device; with several ranks, shard every weight over them (FSDP2).
 
-        A rank gathers the weights of one part while it computes that part; inner parts come before the parts
-        that contain them. Memory of the unsharded model is returned to the system.
+        ``parts`` are submodules, inner ones before those that contain them. A rank gathers the weights of one
+        submodule at a time, while it computes that submodule. Memory of the unsharded model is returned to
+        the system.
         """
         if self.mesh is not None:
             from torch.distributed.fsdp import fully_shard
@@ -89,7 +90,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def parted(x: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor as ``like`` is sharded, or return it if ``like`` is an ordinary tensor."""
+    """Shard a tensor in the same way as ``like``; return it unchanged if ``like`` is not sharded."""
     return (
         distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
         if isinstance(like, DTensor)
@@ -118,5 +119,5 @@ def meet(device: str) -> Iterator[WorkerGroup]:
         yield WorkerGroup(here, dist.get_rank(), dist.get_world_size(), mesh)
     finally:
         dist.destroy_process_group()
-        # reference cycles in torch keep gloo threads alive; a process that exits before them aborts
+        # Reference cycles in torch keep gloo threads alive, and a process aborts if it exits before they do.
         gc.collect()

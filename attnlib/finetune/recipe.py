@@ -5,19 +5,20 @@ from dataclasses import dataclass
 
 from .distillation import Objective
 
-FINAL_RATE = 0.05  # as a share of the peak rate
+FINAL_RATE = 0.05  # the final learning rate, as a fraction of the peak
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A training recipe: ``steps`` steps on ``batch`` sequences of ``context`` tokens, over all ranks.
 
-    In the first ``layerwise`` share of the steps, each attention layer learns on its own; after that the
-    model trains end to end with ``objective``. The learning rate rises over the ``warm_up`` share of the
-    steps to its peak ``rate``, then falls as a cosine to ``FINAL_RATE`` times the peak. Each rank computes
-    its batch in ``accumulate`` parts. ``decay`` is AdamW's weight decay, on matrices only; ``clip`` is the
-    maximum gradient norm. Every ``every`` steps, and at the end, the model is scored and its state is saved.
-    ``half`` computes under torch's bf16 autocast; weights keep their dtype.
+    ``layerwise`` is the fraction of steps, at the start, in which each attention layer learns on its own;
+    after that the model trains end to end with ``objective``. ``warm_up`` is the fraction of steps in which
+    the learning rate rises to its peak ``rate``; then it falls as a cosine to ``FINAL_RATE`` times the peak.
+    Each rank splits its batch into ``accumulate`` parts, and adds up their gradients. ``decay`` is AdamW's
+    weight decay, on matrices only; ``clip`` is the maximum gradient norm. Every ``every`` steps, and at the
+    end, the model is scored and its state is saved. ``half`` computes under torch's bf16 autocast; weights
+    keep their dtype.
     """
 
     steps: int
@@ -39,7 +40,7 @@ class Recipe:
         return round(self.layerwise * self.steps)
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of step ``step``, counted from 0."""
+        """Return the learning rate of a step; steps count from 0."""
         warm_up = max(1, round(self.warm_up * self.steps))
         if step < warm_up:
             return self.rate * (step + 1) / warm_up
@@ -47,7 +48,7 @@ class Recipe:
         return self.rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def progress(self, step: int) -> float:
-        """Return the progress of the end-to-end steps, from 0 to 1."""
+        """Return how far end-to-end training has come at ``step``, from 0 at its start to 1 at its end."""
         return (step - self.alone) / max(1, self.steps - self.alone)
 
     def is_point(self, step: int) -> bool:

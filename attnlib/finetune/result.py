@@ -1,4 +1,4 @@
-"""Write and verify the result of a finetuning: the source model with new weights."""
+"""Write and verify the result of finetuning: the source model with new weights."""
 
 import os
 from pathlib import Path

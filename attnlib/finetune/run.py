@@ -81,7 +81,7 @@ def finetune(settings: Settings) -> dict[str, object]:
 
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
-    """Validate everything that does not need weights, claim the work folder and return its path."""
+    """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
     require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
     target = settings.out.absolute()
     held.enter_context(only_one(target))
@@ -104,7 +104,7 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
-    # disk space for weights, their two Adam moments, and a new state beside the old one
+    # The disk must hold the weights, their two Adam moments, and a new state file beside the old one.
     require_room(target.parent, 4 * size, size, 16)
     work.begin()
     claimed.append(work)
@@ -151,7 +151,7 @@ def _learn(
 
 @contextmanager
 def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bool) -> Iterator[Speaker]:
-    """Load a folder's model onto the device, sharded over the ranks, for training or only for evaluation."""
+    """Load a folder's model onto the device, sharded over the ranks; only a student gets gradients."""
     dtype = torch.float32 if learns or not settings.half else torch.bfloat16
     model = load(folder, dtype)
     attention, layers = attention_layers(model), decoder_layers(model)
@@ -159,8 +159,8 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
     if learns:
         torch.manual_seed(settings.seed)
         prepare(model, settings)
-        # Checkpoint the parts of a layer, not whole layers: hooks are on attention layers, and a rank gathers
-        # the weights of one part at a time.
+        # Checkpoint the children of a decoder layer, not whole layers: hooks are on the attention children,
+        # and a rank gathers the weights of one child at a time.
         for part in (part for layer in layers for part in layer.children()) if settings.checkpointing else ():
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     else:

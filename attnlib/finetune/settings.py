@@ -11,16 +11,16 @@ from .recipe import Recipe
 
 Trained = Literal["attention", "all"]
 Precision = Literal["bf16", "fp32"]
-# Peak learning rates. Larger models need lower rates, smaller models higher ones: with 600,000 parameters,
-# 3e-3 is best for the weights and 1e-2 for adapters.
+# Default peak learning rates, for all weights and for LoRA adapters. Larger models need lower rates, smaller
+# models higher ones. For a model with 600,000 parameters, 3e-3 is best for the weights and 1e-2 for adapters.
 RATE, LORA_RATE = 3e-4, 1e-3
-POINTS = 8  # default number of points on the curve
+POINTS = 8  # by default, the model is scored this many times during training
 PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")  # options that change no result
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of the command, by name; the command's help explains each."""
+    """The options of ``python -m attnlib finetune`` by name; the command's help explains each of them."""
 
     source: Path
     out: Path
@@ -30,8 +30,8 @@ class Settings:
     batch: int = 8
     context: int = 512
     rate: float | None = None
-    # Bits per byte of a GQA student that starts at 2.778; the original has 2.122. Rate 1e-3, tiny preset of
-    # examples/finetune_gqa.py:
+    # Bits per byte of a GQA student after training (tiny preset of examples/finetune_gqa.py, learning rate
+    # 1e-3). The student starts at 2.778, and the original has 2.122.
     #                  layerwise=0.5   layerwise=0.1
     #     300 steps    2.147           2.155
     #     1,000 steps  2.132           2.135
@@ -74,7 +74,7 @@ class Settings:
             raise RequestError("--text: expected a file, got none")
 
     def check_parts(self, ranks: int) -> None:
-        """Raise RequestError unless ``ranks`` ranks can share a batch evenly."""
+        """Raise RequestError unless a batch can be divided evenly among ``ranks`` processes."""
         parts = ranks * self.accumulate
         if self.batch % parts:
             raise RequestError(
@@ -106,7 +106,7 @@ class Settings:
         )
 
     def identity(self) -> dict[str, object]:
-        """Return the options that affect results as plain JSON, with defaults filled in."""
+        """Return the options that affect the trained weights, with defaults filled in, as plain JSON data."""
         options = {name: value for name, value in asdict(self).items() if name not in PLACES}
         recipe = self.recipe
         return options | {
@@ -117,5 +117,5 @@ class Settings:
 
 
 def option(name: str) -> str:
-    """Return an option as written on the command line."""
+    """Return the command-line spelling of an option, such as ``--warm-up`` for ``warm_up``."""
     return f"--{name.replace('_', '-')}"

@@ -1,7 +1,7 @@
-"""The saved state of a training run: one safetensors file, which is always complete or absent.
+"""Save and load the state of a training run: one safetensors file, which is always complete or absent.
 
 Weights, optimizer and the curve so far share one file, so they always belong to the same step; nothing is
-pickled. Tensors are stored whole even if ranks shard them, so a run can resume on another number of ranks.
+pickled. Sharded tensors are gathered and stored whole, so a run can resume with another number of ranks.
 """
 
 import json
@@ -26,7 +26,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def save_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: WorkerGroup
 ) -> None:
-    """Replace the state at ``path`` atomically. Only the first rank writes, but all ranks must call this."""
+    """Save the training state to ``path`` atomically; all ranks must call this, but only the first writes."""
     tensors = {}
     for name, parameter in trained(model).items():
         found = {f"model.{name}": parameter.detach()}

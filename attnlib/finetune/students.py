@@ -1,4 +1,4 @@
-"""The weights that a student trains: attention or everything, directly or through LoRA adapters."""
+"""Select the weights that a student trains: attention or everything, directly or through LoRA adapters."""
 
 from torch import nn
 
@@ -6,10 +6,10 @@ from ..convert.checkpoint.errors import CheckpointError
 from .folders import attention_layers
 from .settings import Settings
 
-# In a converted latent layer, a large constant channel and equally large norm weights cancel the norm. An
-# Adam step would not change such weights noticeably, so they do not train.
+# A converted MLA layer must not normalize its latents. It cancels the norm by a large constant channel and
+# equally large norm weights. Adam steps would hardly change weights that large, so they do not train.
 IDENTITY, LARGE = ("_a_layernorm.weight", "_a_proj_with_mqa.bias", "q_a_proj.bias"), 2**10
-SCALE = 2.0  # factor on an adapter's output: alpha / rank
+SCALE = 2.0  # LoRA multiplies an adapter's output by this factor: alpha / rank
 
 
 def prepare(model: nn.Module, settings: Settings) -> None:
@@ -47,7 +47,7 @@ def merge(model: nn.Module) -> None:
 
 
 def _adapt(model: nn.Module, settings: Settings) -> None:
-    """Add adapters to the linear layers, and train only these."""
+    """Add LoRA adapters to the linear layers of a model, and train only the adapters."""
     require_adapters()
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -1,4 +1,4 @@
-"""Resumable training, against a teacher or on text only: an interrupted run ends with the same weights."""
+"""Resumable training, with a teacher or on text only: interruptions do not change the final weights."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ from .state import Curve, load_state, save_state
 
 
 class TrainingRun(NamedTuple):
-    """A training run: the path of its state, its name, the ranks that share it, and its log, if any."""
+    """A training run: the file that stores its state, its name, the ranks that take part, and its log."""
 
     state: Path
     label: str
@@ -36,12 +36,12 @@ def train(
     score: Callable[[], float],
     run: TrainingRun,
 ) -> Curve:
-    """Train ``student`` in place, resuming from a saved state, and return the curve of (steps, score).
+    """Train ``student`` in place, from a saved state if there is one; return its curve of (steps, score).
 
-    ``batches`` yields a batch ``[batch, context + 1]`` for every step from the first on, and must be the same
-    each time. Without a teacher, the student learns the text. All parameters that require gradients train. On
-    one device, with the same torch and the same number of ranks, a resumed run ends with bitwise the same
-    weights as an uninterrupted one.
+    ``batches`` yields one batch ``[batch, context + 1]`` per step, starting with the first step even if the
+    run resumes, and must yield the same batches each time. Without a teacher, the student learns the text.
+    All parameters that require gradients train. On one device, with the same torch and the same number of
+    ranks, a resumed run ends with bitwise the same weights as an uninterrupted one.
 
     Raises:
         VerificationError: the loss is not finite.
@@ -91,7 +91,7 @@ def take_step(
     step: int,
     ranks: WorkerGroup,
 ) -> dict[str, float]:
-    """Take step ``step``, counted from 0, and return its losses by name and its gradient norm."""
+    """Take one optimizer step; return its losses and its gradient norm by name. Steps count from 0."""
     optimizer.zero_grad()
     total: dict[str, Tensor] = {}
     for part in ranks.own(tokens).chunk(recipe.accumulate):
@@ -113,9 +113,9 @@ def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
 
 
 def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: WorkerGroup) -> float:
-    """Return the mean bits per token of a model on ``windows`` ``[n, t + 1]``, which the ranks share."""
+    """Return a model's mean bits per token on ``windows`` ``[n, t + 1]``; each rank computes some of them."""
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
-    missing = -len(windows) % ranks.size  # padding, so that all ranks call the model equally often
+    missing = -len(windows) % ranks.size  # pad, because every rank must call the model equally often
     weights = torch.ones(len(windows) + missing)
     weights[len(windows) :] = 0
     padded, sums = torch.cat((windows, windows[:1].expand(missing, -1))), torch.zeros((), device=ranks.device)

@@ -40,5 +40,5 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 @kind
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows of ``x`` at ``indices``."""
+    """Select rows of a tensor along its first dimension."""
     return x[indices]

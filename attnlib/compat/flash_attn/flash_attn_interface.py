@@ -127,7 +127,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, object]:
-    """Convert flash-attn's options to attnlib's."""
+    """Convert the options of flash-attn's functions to attnlib's arguments."""
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
             "deterministic: expected False, since a single call cannot be made deterministic; call "

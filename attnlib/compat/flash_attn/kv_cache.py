@@ -47,7 +47,7 @@ def flash_attn_with_kvcache(
     key. There is no backward.
 
     Raises:
-        ValueError: new keys without new values or without lengths, or a rotation without new keys.
+        ValueError: new keys come without new values or without lengths, or a rotation without new keys.
     """
     b, s = q.shape[:2]
     rows = (
@@ -99,7 +99,7 @@ def pages_of(
     starts: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
 ) -> KVView:
-    """Return a KVView of pages ``[pages, page_size, g, d]``; cache rows are pages as long as a row.
+    """Return a KVView of pages ``[pages, page_size, g, d]``; a cache without pages has one page per row.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not match.
@@ -119,7 +119,7 @@ def pages_of(
 
 
 def band(causal: bool, window_size: tuple[int, int]) -> Mask:
-    """Return the mask for flash-attn's flags: keys from ``left`` before a query to ``right`` after it.
+    """Convert flash-attn's flags to a mask: keys from ``left`` before a query to ``right`` after it.
 
     A negative size means no limit; ``causal`` sets ``right`` to 0.
     """
@@ -140,6 +140,6 @@ def _angles(cos: Tensor, sin: Tensor | None, at: Tensor, interleaved: bool) -> A
 
 
 def _slots(table: Tensor, at: Tensor, page_size: int) -> Tensor:
-    """Return the slots ``page * page_size + offset``, int64 ``[b * s]``, of tokens at indices ``at``."""
+    """Return where tokens ``at`` are stored, as int64 ``[b * s]`` indices ``page * page_size + offset``."""
     pages = table.long().gather(1, at.long() // page_size)
     return (pages * page_size + at % page_size).flatten()

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls: it runs attnlib's attention."""
+"""The attention function that transformers models call; it computes attention with attnlib."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,9 +17,9 @@ from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 from .pages import attention_to_pages, pages_of
 
-# Arguments that transformers may pass and attnlib does not support: any value but None and False is refused.
+# transformers may pass these arguments, but attnlib does not support them: they must be None or False.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
-# Tensors that models pass on and attention does not have to read, with the reason.
+# Models pass these tensors to attention, which may ignore them for the reason given here.
 HARMLESS = MappingProxyType(
     {
         "num_items_in_batch": "the loss is divided by it",
@@ -126,7 +126,7 @@ def _holds_tensor(value: Any) -> bool:
 def _absorbs(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float
 ) -> bool:
-    """True if attention may run on latents: the last query must be the last token of every sequence."""
+    """True if attention may read latents directly, which requires that each sequence ends with a query."""
     is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
     return is_aligned and not dropout and may_absorb(module, query, key.shape[2])
 
@@ -134,7 +134,7 @@ def _absorbs(
 def _seen(
     k: Tensor, v: Tensor, mask: AnyMask, attention_mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, AnyMask, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Apply ``attention_mask``: return keys, values, their mask, the bias for scores, and the key bounds."""
+    """Apply transformers' mask; return keys, values, attnlib's mask, the bias of scores, and key bounds."""
     if attention_mask is None:
         return k, v, mask, bias, None
     if attention_mask.dim() == 2:
@@ -145,7 +145,7 @@ def _seen(
                 f'{attention_mask.shape[0]}; attn_implementation="attnlib" does not broadcast it, so use '
                 '"eager"'
             )
-        # fewer tokens than keys if a static cache has unused rows; more if the cache dropped old keys
+        # There are fewer tokens than keys if a static cache has unused rows, and more if it dropped old keys.
         tokens = attention_mask.shape[1]
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
@@ -162,13 +162,13 @@ def _seen(
 
 
 def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> str:
-    """Return the mask that a model's flags ask for: "full", "causal" or "window"."""
+    """Return the kind of mask that a model's flags define: "full", "causal" or "window"."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return "full" if not is_causal else "causal" if sliding_window is None else "window"
 
 
 def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
-    """Return the mask that a model's flags describe; a single query comes last and sees all keys."""
+    """Return the mask that a model's flags define; a single query is the last token and sees all keys."""
     flags = flags_of(module, given.is_causal, given.sliding_window)
     if flags == "full" or queries == 1:
         return FULL
@@ -195,7 +195,7 @@ def _packed(
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """True for one query per sequence without gradients: splitting long keys then pays off."""
+    """True for one query per sequence without gradients, where it pays to divide the keys among programs."""
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
 
@@ -203,9 +203,9 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: floa
 def _stored(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, bounds: tuple[Tensor, Tensor] | None, options: dict
 ) -> Tensor:
-    """Attend, without gradients, to keys and values in place, as a cache with one page per sequence.
+    """Compute attention over keys and values in place, treated as a cache with one page per sequence.
 
-    Rotary keys and latents are such a cache, too.
+    There are no gradients. Rotary keys and latents are treated in the same way.
     """
     (b, t, g, d), e = k.shape, v.shape[-1]
     rows = torch.arange(b, dtype=torch.int32, device=q.device)

@@ -17,7 +17,7 @@ from .weights import to_ours
 
 
 def family_of(config: Any, part: str) -> Family:
-    """Return the family of a config and of the ``part`` of its model.
+    """Return the model family of a config, for a ``part`` of the model such as "self" or "cross".
 
     Raises:
         NotImplementedError: the family is unknown.
@@ -60,7 +60,7 @@ def layer_from(
 
 
 def mask_of(family: Family, config: Any, index: int) -> AnyMask:
-    """Return the mask of layer ``index``."""
+    """Return the attention mask of a layer, from the family and the config."""
     if not family.is_causal:
         return FULL
     kind = layer_type(config, index)
@@ -86,11 +86,11 @@ def layer_type(config: Any, index: int) -> str:
 
 
 def rope_of(family: Family, config: Any, index: int) -> Rope | None:
-    """Return the rope of layer ``index``, or None if it has none."""
+    """Return the rotary embedding of a layer, or None if the layer has none."""
     if family.rope is None or not _rotates(family, config, index):
         return None
     fields = dict(config.rope_parameters)
-    if any(isinstance(value, Mapping) for value in fields.values()):  # one set of parameters per layer type
+    if any(isinstance(value, Mapping) for value in fields.values()):  # each layer type has its own parameters
         fields = dict(fields[layer_type(config, index)])
     check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)

@@ -1,8 +1,8 @@
-"""Rules for refusing model classes that select ``attn_implementation="attnlib"``, and where they apply.
+"""Decide which transformers model classes may select ``attn_implementation="attnlib"``, and refuse others.
 
-transformers registers attention only by name. Any class may select it, even one whose attention never calls
-it or expects other masks than attnlib makes. The rules look at the flags of the class and at the source of
-its attention; there is no list of models.
+transformers registers attention functions only by name. Any model class may select one, even if its attention
+never calls the function or expects other masks than attnlib makes. The rules use the flags of the class and
+the source of its attention; there is no list of models.
 """
 
 import linecache
@@ -27,9 +27,9 @@ SAYS_OTHERWISE = re.compile(r"\bis_causal\s*(:[^=\n]*)?=(?!\s*(True\b|=))")
 def why_refused(kind: type[PreTrainedModel]) -> str | None:
     """Return the reason why models of this class cannot use attnlib's attention, or None if they can.
 
-    A class that looks attention up in its own table is refused. Otherwise, a class with
-    ``_supports_attention_backend`` is trusted, and any other is accepted if its attention calls the interface
-    of transformers.
+    A class that looks up attention functions in a table of its own is refused. Otherwise, a class with the
+    flag ``_supports_attention_backend`` is accepted, and a class without it if its attention calls
+    transformers' attention interface.
     """
     source = source_of(kind)
     if BY_NAME.search(source):
@@ -59,7 +59,7 @@ def source_of(kind: type[PreTrainedModel]) -> str:
 
 
 def classes_of(config: type) -> list[type[PreTrainedModel]]:
-    """Return the model classes for a config type, from the modeling file beside it."""
+    """Return the model classes that use a config type, as found in the modeling file beside it."""
     name = config.__module__.replace("configuration_", "modeling_")
     found = vars(sys.modules.get(name, object)).values()
     return [
@@ -73,24 +73,24 @@ def classes_of(config: type) -> list[type[PreTrainedModel]]:
 
 
 def sources_of(config: type) -> set[str]:
-    """Return the source texts of the models for a config type, usually one for all of them."""
+    """Return the source code of the models that use a config type; they usually share one file."""
     return {source_of(kind) for kind in classes_of(config)}
 
 
 @torch.compiler.assume_constant_result
 def some_say_causal(config: type) -> bool:
-    """True if, by their source, some attention in models with this config type says that it is causal."""
+    """True if the source of a model with this config type contains attention that declares itself causal."""
     return any(map(SAYS_CAUSAL.search, sources_of(config)))
 
 
 def all_say_causal(config: type) -> bool:
-    """True if, by their source, all attention in models with this config type is causal."""
+    """True if all attention in the source of models with this config type declares itself causal."""
     sources = sources_of(config)
     return any(map(SAYS_CAUSAL.search, sources)) and not any(map(SAYS_OTHERWISE.search, sources))
 
 
 def only_eager(kind: type[PreTrainedModel]) -> bool:
-    """True if the flags of a class allow no implementation except ``eager``."""
+    """True if a model class supports no attention implementation except ``eager``, by its flags."""
     return not (kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn)
 
 
@@ -108,9 +108,9 @@ class Probe(PreTrainedModel):
 def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
     """Call ``chosen`` with every model that selects attention implementation ``name``, before it has weights.
 
-    transformers makes this choice in a method that is not a public contract, so the hook is first tried on a
-    model without layers. If the method behaves differently than expected, it is restored and the result is
-    False; attention and masks then refuse by themselves.
+    transformers selects the implementation in a private method, which may change. The hook into that method
+    is therefore first tried on a model without layers. If this fails, the method is restored, and the result
+    is False; unsuitable models are then refused only when they request a mask or call attention.
     """
     given, setter = (
         vars(PreTrainedModel).get(f"{verb}_attn_implementation") for verb in ("get_correct", "set")
@@ -133,7 +133,7 @@ def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
     def changed(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         whole = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if whole == name:
-            chosen(self)  # even if transformers would only log a line and change nothing
+            chosen(self)  # even if transformers only logs a message and changes nothing
         setter(self, attn_implementation, *args, **kwargs)
 
     decided.of_attnlib = True

@@ -1,10 +1,10 @@
-"""The attention and mask functions registered with transformers, and the state that they share.
+"""The attention and mask functions that attnlib registers with transformers, and the data that they share.
 
-transformers first requests a mask, with a config, and then calls attention, with a module. A mask of None
-hides nothing except what the flags of the module say. Results would be silently wrong if these flags
-contradict the requested mask, or if a layer attends to other keys. So each mask records the request that it
-was made for. None is returned only if it has a single meaning, and attention then looks this meaning up by
-config and lengths.
+transformers first requests a mask for a config, and later calls attention with a module and that mask. If the
+mask is None, only the module's flags (causal, window) say which keys are hidden. Results would be silently
+wrong if these flags contradict the requested mask, or if a layer attends to other keys. Therefore each mask
+records the request for which it was made. The mask function returns None only if this has a single meaning,
+and attention then looks the meaning up by config and lengths.
 """
 
 import warnings
@@ -26,31 +26,32 @@ from .paged import NAME
 from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
-OfConfigs = dict[int, tuple[ref[Any], Value]]  # keyed by id(config)
-# Pairs of lengths kept per config: activation checkpointing reruns a layer long after its mask was made.
+OfConfigs = dict[int, tuple[ref[Any], Value]]  # values by id(config), as configs are not hashable
+# Meanings of None are remembered for this many pairs of query and key length per config, because activation
+# checkpointing reruns a layer long after its mask was made.
 MAX_LENGTHS = 1024
 
 
 class RegisteredFunctions:
-    """The registered mask and attention functions, and what mask requests leave for the attention calls."""
+    """The registered mask and attention functions, and the requests for masks that attention looks up."""
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
         self.reasons: dict[type, str | None] = {}  # why a model class is refused
-        self.flags: OfConfigs[set[bool]] = {}  # ``is_causal`` of the layers seen
+        self.flags: OfConfigs[set[bool]] = {}  # values of ``is_causal`` in the layers so far
         self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
         self.calls: int = 0  # attention calls so far
-        # hooks of models before their first forward
+        # Models that have not run yet have hooks, which their first forward removes.
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
-        self.running: list[tuple[int, int]] = []  # ids of such models, and ``calls`` when they began
+        self.running: list[tuple[int, int]] = []  # (model id, ``calls`` before its first forward)
         self.warned: set[type] = set()
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Make a mask with :func:`.masks.attention_mask` and record the request."""
         if torch.compiler.is_compiling():
             if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
-                kwargs["allow_is_causal_skip"] = False  # no causal flag could stand in for the mask
+                kwargs["allow_is_causal_skip"] = False  # no layer has a causal flag to replace a mask
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
@@ -61,7 +62,7 @@ class RegisteredFunctions:
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
-            return back  # like transformers with 4-d masks: pass it on, whatever the new request
+            return back  # transformers, too, returns masks unchanged if they are 4-dimensional already
         made = masks.attention_mask(**named)
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
@@ -109,7 +110,7 @@ class RegisteredFunctions:
             ]
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Record the attention calls so far and the flags of the layers, before a model's first forward."""
+        """Record the flags of a model's layers and the attention calls so far, before its first forward."""
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))
@@ -119,7 +120,7 @@ class RegisteredFunctions:
                 of_config(config, self.flags, set).add(flag)
 
     def end(self, model: PreTrainedModel, output: Any) -> None:
-        """Warn if the outermost model has attention and none of it called attnlib."""
+        """Warn after a model's first forward if the model has attention but none of it called attnlib."""
         at = next((n for n, (key, _) in enumerate(self.running) if key == id(model)), None)
         if at is None:
             return
@@ -143,7 +144,7 @@ class RegisteredFunctions:
         return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
-        """Raise NotImplementedError if all these classes are refused; the message names the first one."""
+        """Raise NotImplementedError if none of these model classes can use attnlib; it names the first."""
         for kind in kinds:
             if kind not in self.reasons:
                 self.reasons[kind] = why_refused(kind)
@@ -155,11 +156,12 @@ class RegisteredFunctions:
             )
 
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
-        """Return None if that can only mean ``meaning`` here, or else a mask that hides nothing on top of it.
+        """Return a mask without padding: None, if it can only mean ``meaning`` (such as "causal") here.
 
-        None is ambiguous if it already has another meaning at these lengths. For a causal mask, it is also
-        ambiguous if the model may have attention that is not causal, such as cross-attention, and pass None
-        to it on its own.
+        None is ambiguous if it was returned before for the same lengths with another meaning. For a causal
+        mask, it is also ambiguous if the model may have attention that is not causal, such as
+        cross-attention, which gets None without a request. In these cases, return a mask in which every key
+        is visible, and which records ``meaning``.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
@@ -173,7 +175,7 @@ class RegisteredFunctions:
         return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
 
     def _are_all_causal(self, config: Any) -> bool:
-        """True if all layers with this config are causal by their flags, or by source if none was seen."""
+        """True if all layers with a config are causal, by their flags, or by source if no flags are known."""
         if flags := of_config(config, self.flags, set):
             return flags == {True}
         kind = type(config)
@@ -189,7 +191,7 @@ class RegisteredFunctions:
         attention_mask: Tensor | None,
         given: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the flags that the mask was made for, if the flags of the module differ.
+        """Return the flags (causal, window) for which a mask was made, if the module's own flags differ.
 
         Raises:
             NotImplementedError: the mask was made for other keys, was changed, or cannot be expressed by
@@ -215,9 +217,9 @@ class RegisteredFunctions:
         )
 
     def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], by_flags: str) -> str:
-        """Return the mask that None means at these lengths.
+        """Return the mask, such as "causal", that None stands for in a call with these lengths.
 
-        That is "full" if no mask was requested and the flags agree.
+        It is "full" if no mask was requested and the module's flags agree.
         """
         config = getattr(module, "config", None)
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
@@ -235,7 +237,7 @@ class RegisteredFunctions:
 
 
 def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) -> Value:
-    """Return the value stored for this config while the config lives; configs are not hashable."""
+    """Return the value stored for a config, made on first use and dropped when the config is deleted."""
     at = id(config)
     if at not in kept or kept[at][0]() is not config:
         kept[at] = ref(config, lambda _: kept.pop(at, None)), make()
@@ -273,19 +275,19 @@ def registered_functions() -> RegisteredFunctions | None:
 
 
 def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
-    """Run before a forward of a model; a module-level function, so that models can be copied and pickled."""
+    """Run before a model's forward, as its hook; methods as hooks would prevent copying and pickling."""
     if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.begin(model)
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """Run after a forward of a model, also if it raised."""
+    """Run after a model's forward, as its hook, even if the forward raised."""
     if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.end(model, output)
 
 
 def register_functions() -> None:
-    """Register attention and masks with transformers, and watch which models select attnlib."""
+    """Register attnlib's attention and masks with transformers, and watch which models select them."""
     if registered_functions() is not None:
         return
     ours = RegisteredFunctions()
@@ -295,6 +297,6 @@ def register_functions() -> None:
 
 
 def chosen(model: PreTrainedModel) -> None:
-    """Validate and watch a model that has selected attnlib."""
+    """Validate a model that has selected attnlib, and watch its first forward."""
     if (ours := registered_functions()) is not None:
         ours.expect(model)

@@ -1,4 +1,4 @@
-"""The transformers model families that attnlib builds layers for, and how each differs from Llama."""
+"""A table of the transformers model families that attnlib supports, and how each differs from Llama."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -21,9 +21,9 @@ LATENT += alike("o_proj")
 class Family(AttentionStorage):
     """The attention of a model family; the defaults describe Llama.
 
-    A string names a config field, unless it is a fixed choice such as ``"half"``. ``place`` is the submodule
-    to replace if the model itself calls the rest of its attention module; weights that start with a name in
-    ``beside`` stay in the model.
+    A string is the name of a config field, unless it is a fixed choice such as ``"half"``. Usually the whole
+    attention module is replaced. If the model itself calls other parts of that module, ``place`` names the
+    submodule to replace, and weights whose names start with an entry of ``beside`` stay in the model.
     """
 
     place: str = ""
@@ -31,28 +31,28 @@ class Family(AttentionStorage):
     is_latent: bool = False
     is_cross: bool = False
     is_causal: bool = True
-    bias: str | bool | tuple[str, ...] = "attention_bias"  # on the projections of q, k and v
+    bias: str | bool | tuple[str, ...] = "attention_bias"  # applies to the projections of q, k and v
     output_bias: str | bool | None = "attention_bias"
     norm: Callable[..., nn.Module] | None = None
     norm_if: str | None = None
     norm_eps: str | float = "rms_norm_eps"
     norm_after_rope: bool = False
-    window: str | None = None  # "layer_types": on the layers listed there; "sliding_window": on all
+    window: str | None = None  # config field that says which layers have a window
     scale: Callable[[Any, int], float] | None = None
-    reads: tuple[str, ...] = ()  # config fields for scale, temperature or other parts
+    reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
-    # called with the config, and True if the layer has a rope
+    # The function gets the config, and True if the layer has a rope.
     temperature: Callable[[Any, bool], Temperature | None] | None = None
-    counts_padding: bool = False  # True if padding counts in the positions for the temperature
+    counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
-    fixed: tuple[tuple[str, object], ...] = ()  # fields and the only value supported
-    returns: int = 2  # length of the tuple that attention returns: 3 for T5
+    fixed: tuple[tuple[str, object], ...] = ()  # config fields that must have this value
+    returns: int = 2  # attention returns a tuple of this length, 3 in T5
 
 
 def stored(kind: str) -> Family:
-    """Return a family with the storage in the table ``STORED`` and Llama's defaults for everything else."""
+    """Return a family that names its weights as the table ``STORED`` says, and is otherwise like Llama."""
     return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(AttentionStorage)})
 
 
@@ -82,13 +82,13 @@ DEEPSEEK = Family(
 
 
 def mistral_temperature(config: Any, rotates: bool) -> Temperature | None:
-    """Return the temperature that the rope parameters define for all layers, or None if they define none."""
+    """Return the query temperature that the rope parameters of a config define, or None if there is none."""
     weight = config.rope_parameters.get("llama_4_scaling_beta")
     return Temperature(weight, config.rope_parameters["original_max_position_embeddings"]) if weight else None
 
 
 def llama4_temperature(config: Any, rotates: bool) -> Temperature | None:
-    """Return the temperature of a layer without rope; None for layers with one, or if it is switched off."""
+    """Return the query temperature of a layer without rope; it is None with rope, or if switched off."""
     if rotates or not config.attn_temperature_tuning:
         return None
     return Temperature(config.attn_scale, int(config.floor_scale), offset=1)
@@ -116,7 +116,7 @@ WHISPER = Family(
     rope=None,
     reads=("encoder_attention_heads", "decoder_attention_heads"),
 )
-# Keys are (model_type, part); the part of a decoder, or of a model's only stack, is "self".
+# Keys are (model_type, part). The part is "self" for a decoder, or if the model has only one stack of layers.
 FAMILIES = MappingProxyType(
     {
         ("llama", "self"): replace(stored("llama"), fixed=(("rope_interleaved", False),)),

@@ -1,10 +1,10 @@
-"""Config fields that attnlib knows; a config with any other field is refused, as it may change attention."""
+"""The config fields that attnlib knows; any other field is refused, because it might change attention."""
 
 from typing import Any
 
 from .families import Family
 
-# Fields of any family that concern parts of the model other than attention.
+# These fields, in any family, concern parts of the model other than attention.
 ELSEWHERE = frozenset({
     "activation_dropout", "activation_function", "apply_spec_augment", "architectures", "attnlib_layers",
     "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
@@ -47,7 +47,7 @@ READ = frozenset(
 )
 SIZES = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-)  # of MLA layers
+)  # only MLA layers have these sizes
 DERIVED = frozenset({"qk_head_dim", "head_dim"})  # computed from the sizes above
 
 

@@ -13,15 +13,16 @@ from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG
 from ...models.own_form import INNER
 
-# Elements that a folder may lack: buffers, which it never holds, and a few weights, which get better errors.
+# A model may need this many more elements than its folder has: buffers are not stored, and if only a few
+# weights are missing, a later check raises a better error.
 SLACK = 2**22
 
 
 class Filled:
     """The tensors of a checkpoint, and the errors and non-finite weights found while reading them.
 
-    ``slices`` is the ``state_dict`` for ``from_pretrained``. Tensors with an integer or bool dtype are left
-    out and listed in ``integers``, except for those that the model ``empty`` has as such a buffer.
+    ``slices`` is the ``state_dict`` for ``from_pretrained``. It lacks tensors with an integer or bool dtype,
+    which are listed in ``integers``, unless the model ``empty`` has a buffer with such a dtype for them.
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
@@ -43,7 +44,7 @@ class Filled:
         }
 
     def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
-        """Raise CheckpointError for a weight that is missing, mismatched, superfluous or not finite."""
+        """Raise CheckpointError if a weight is missing, superfluous, not finite, or has the wrong shape."""
         amiss = {
             what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched", "unexpected")
         }
@@ -89,7 +90,7 @@ class Filled:
 
 
 class Slice:
-    """A stored tensor behind the interface of a safetensors slice: ``[...]`` reads it."""
+    """A stored tensor that transformers can use like a safetensors slice; ``x[...]`` reads it."""
 
     def __init__(self, name: str, stored: StoredTensor, filled: Filled):
         self._name, self._stored, self._filled = name, stored, filled
@@ -116,7 +117,7 @@ class Slice:
 
 
 def require_size(empty: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, before memory is allocated, if a model has over twice a folder's elements."""
+    """Raise CheckpointError if a model is over twice as large as its folder, before memory is allocated."""
     stored = sum(math.prod(x.entry.shape) for x in checkpoint.tensors.values())
     wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())
     if wanted > 2 * stored + SLACK:
@@ -133,12 +134,12 @@ def elements_of(empty: nn.Module) -> int:
 
 
 def _is_same(name: str, other: str) -> bool:
-    """True if two names are equal except for a prefix of either."""
+    """True if two tensor names are equal, except that one may have an additional prefix."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the numbers that follow each prefix in these names, such as layer numbers."""
+    """Return the numbers in tensor names, such as layer numbers, by the prefix before the number."""
     found: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name):
@@ -147,7 +148,7 @@ def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _is_beyond(name: str, known: Mapping[str, set[str]]) -> bool:
-    """True if a tensor belongs to a layer, or another numbered part, whose number the model does not have."""
+    """True if a tensor belongs to a layer, or another numbered module, that the model does not have."""
     return any(
         match[0] not in known.get(name[: match.start()], match[0])
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name)

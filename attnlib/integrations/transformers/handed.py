@@ -1,8 +1,8 @@
-"""Masks ``[b, t]`` for transformers models, which expect masks ``[b, 1, s, t]``.
+"""Small masks ``[b, t]`` that transformers models accept in place of masks ``[b, 1, s, t]``.
 
-Most models pass their mask on unchanged, and attention reads the attributes that the mask function attached
-to it. A model that computes with its mask gets the mask that ``eager`` would have got. If that one cannot be
-made, an error names the operation.
+Most models pass their mask to attention unchanged, and attention reads the attributes that the mask function
+attached to it. If a model computes with its mask, the small mask turns into the mask that ``eager`` attention
+would get. If that mask cannot be made, an error names the operation.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class HandedMask(Tensor):
     - ``keys``: the number of keys that the mask was made for.
     - ``is_whole``: True if the mask hides nothing.
     - ``is_changed``: True if it was computed from a mask that is incomplete without the model's flags.
-    - ``numbers``: the document mask that this bool mask was made from; transformers converts masks that it
-      gets back.
+    - ``numbers``: the document mask from which this bool mask was made; transformers converts a mask to bool
+      when it gets it back.
     - ``eager``: a function that makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
     """
 
@@ -40,12 +40,12 @@ class HandedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on ordinary tensors; the result keeps the attributes only if its values are the same.
+        """Run a torch function on the mask as an ordinary tensor; attributes survive only if values do.
 
         Raises:
             NotImplementedError: the model needs a mask ``[b, 1, s, t]``, and none can be made.
         """
-        if func == Tensor.dtype.__get__:  # the model computes for this dtype now; an eager mask has another
+        if func == Tensor.dtype.__get__:  # an eager mask would have another dtype
             args[0].eager = None
             return args[0].plain.dtype
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
@@ -63,13 +63,13 @@ class HandedMask(Tensor):
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
                 kept.numbers = masks[0]
             return kept
-        # A mask that is the same for every query may change its form. A mask that is incomplete without the
-        # model's flags may not.
+        # If a mask is the same for every query, the result may still be used as a mask. If the mask needs the
+        # model's flags (causal, window) to be complete, `is_changed` makes attention refuse the result.
         return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))
 
 
 def handed(mask: Tensor, **made_for: Any) -> HandedMask:
-    """Return ``mask`` as a HandedMask with these attributes."""
+    """Turn a mask ``[b, t]`` into a HandedMask with the given attributes."""
     made = mask.as_subclass(HandedMask)
     made.plain = mask
     for name, value in made_for.items():
@@ -78,14 +78,14 @@ def handed(mask: Tensor, **made_for: Any) -> HandedMask:
 
 
 def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-    """Return the bounds of a mask, or None if they are unknown, and the mask as an ordinary tensor."""
+    """Return the bounds of a mask ``[b, t]`` (None if unknown), and the mask itself as an ordinary tensor."""
     if not isinstance(mask, HandedMask):
         return None, mask
     return None if torch.compiler.is_compiling() else mask.bounds, mask.plain
 
 
 def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs: Any) -> Any:
-    """Run ``func`` on masks ``[b, 1, s, t]``; refuse in-place operations, which the model would not see."""
+    """Run a torch function on masks ``[b, 1, s, t]``; in-place changes would be lost, so they are refused."""
     name = getattr(func, "__name__", str(func))
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if is_in_place or not all(mask.eager for mask in masks):

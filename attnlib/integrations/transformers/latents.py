@@ -52,7 +52,7 @@ def _passing_latents(name: str):
 
 
 def keeps_latents(model: nn.Module) -> bool:
-    """True if every MLA layer of a model passes its latents to attention unexpanded."""
+    """True if :func:`keep_latents` has made every MLA layer pass its latents to attention unexpanded."""
     found = [
         module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
     ]
@@ -60,19 +60,19 @@ def keeps_latents(model: nn.Module) -> bool:
 
 
 def are_latents(query: Tensor, key: Tensor) -> bool:
-    """True if ``key`` holds rotary keys and ``value`` latents: expanded keys are as wide as the queries."""
+    """True if keys and values are rotary keys and latents, which are not as wide as the queries."""
     return key.shape[-1] != query.shape[-1]
 
 
 def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that rotary keys ``key`` and latents ``value`` expand to."""
+    """Expand rotary keys ``key`` and latents ``value`` to ordinary keys and values."""
     return type(module).expand_kv(module, value, key)
 
 
 def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
-    """True if ``kv_b_proj`` is an ordinary linear layer and absorbing it over ``keys`` keys is cheaper.
+    """True if absorbing ``kv_b_proj`` into the queries is possible and cheaper than expanding ``keys`` keys.
 
-    Any other layer, such as one with LoRA, may add something to its weight.
+    It must be an ordinary linear layer, because other layers, such as LoRA's, compute more than its weight.
 
     Raises:
         ValueError: the weight is sharded, but not by whole heads.
@@ -103,6 +103,6 @@ def unabsorbed(module: nn.Module, out: Tensor) -> Tensor:
 
 
 def _ups(module: nn.Module) -> tuple[Tensor, ...]:
-    """Return the up-projections of keys ``[h, n, r]`` and of values ``[h, e, r]``, views of one weight."""
+    """Return the up-projections of keys ``[h, n, r]`` and of values ``[h, e, r]`` as views of the weight."""
     sizes = module.qk_nope_head_dim, module.v_head_dim
     return module.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)

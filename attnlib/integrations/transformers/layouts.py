@@ -1,4 +1,4 @@
-"""Cache layouts of transformers models: what each layer stores per token, read from the model's config."""
+"""Derive cache layouts (what each layer stores per token) from the config of a transformers model."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,12 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     """Return the cache layout of each layer of a model.
 
     Raises:
-        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say.
+        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say
+            which.
         ValueError: the model expands its latents before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
-    if hasattr(config, FORMS):  # attnlib's own form: every layer may have different sizes
+    if hasattr(config, FORMS):  # attnlib's own checkpoint form, in which layers may have different sizes
         return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
     kinds = _layer_types_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
@@ -45,7 +46,7 @@ def _layer_types_of(config: Any) -> list[str]:
     """Return the attention type of each layer, such as ``"sliding_attention"``.
 
     Raises:
-        NotImplementedError: a layer keeps no keys and values.
+        NotImplementedError: a layer has no keys and values to cache.
     """
     if not hasattr(config, "num_hidden_layers"):
         raise NotImplementedError(
@@ -64,7 +65,7 @@ def _layer_types_of(config: Any) -> list[str]:
 
 
 def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
-    """Raise NotImplementedError if keys or values ``[b, g, s, d]`` have other shapes than the config says."""
+    """Raise NotImplementedError unless keys and values ``[b, g, s, d]`` have the sizes from the config."""
     if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
         raise NotImplementedError(
             f"layer {index}: expected {layout.heads} heads with {layout.dim} key channels and "

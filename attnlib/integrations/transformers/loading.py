@@ -1,8 +1,8 @@
 """Load checkpoint folders as transformers models, including folders in attnlib's own form.
 
-``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, but no path to the
-folder, so nothing in it can make transformers follow a link, unpickle a file, look for an adapter or contact
-the Hub.
+The module ``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, but not
+the folder's path. No folder can therefore make transformers follow a link, unpickle a file, look for an
+adapter or contact the Hub.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ from .filling import Filled, require_size
 from .own import config_from, knows_layers, own_class
 
 ADAPTER = "adapter_config.json"
-# Errors that transformers, torch and the layers raise for invalid config fields. ImportError and
-# NotImplementedError are not converted.
+# transformers, torch and the layers raise these errors for invalid config fields. They are converted to
+# CheckpointError; ImportError and NotImplementedError are not.
 BROKEN = (
     StrictDataclassError,
     ValueError,
@@ -44,10 +44,10 @@ BROKEN = (
 
 
 def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoint:
-    """Read a folder, or the snapshot of a Hub model in the download cache, with :func:`read_folder`.
+    """Read a checkpoint folder, or a Hub model in the local download cache, with :func:`read_folder`.
 
     Raises:
-        CheckpointError: there is none, or it is malformed or unsafe.
+        CheckpointError: the folder does not exist, or is malformed or unsafe.
     """
     path = Path(folder)
     if not path.exists():
@@ -77,9 +77,9 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the model class that a config names, or else the language model class for its config type.
+    """Return the model class that a config names, or the language model class for configs of its type.
 
-    If the config describes attnlib layers, the class has these layers.
+    If the config describes attention layers of attnlib, a model of this class has these layers.
     """
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
@@ -89,9 +89,9 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def body_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the model class for a config without the language model head.
+    """Return the class of a config's model without its language model head.
 
-    If the config describes attnlib layers, the class has these layers.
+    If the config describes attention layers of attnlib, a model of this class has these layers.
     """
     kind = transformers.MODEL_MAPPING[type(config)]
     return own_class(kind, config) if knows_layers(config) else kind
@@ -190,9 +190,9 @@ def load_model(
 
 @contextmanager
 def checkpoint_errors(problem: str, filled: "Filled | None" = None) -> Iterator[None]:
-    """Convert the errors that a broken config.json causes elsewhere to a CheckpointError.
+    """Convert errors that a broken config.json causes in transformers or torch to a CheckpointError.
 
-    transformers wraps the errors of tensors that could not be read; the first of these is raised instead.
+    If a tensor cannot be read, transformers wraps the error; the original error is raised instead.
     """
     try:
         yield
@@ -206,14 +206,14 @@ def checkpoint_errors(problem: str, filled: "Filled | None" = None) -> Iterator[
 
 
 def _require_family(config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError unless a part of the model belongs to a family that attnlib supports."""
+    """Raise NotImplementedError unless attnlib supports the family of at least one part of the model."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     if not {getattr(part, "model_type", None) for part in parts} & {kind for kind, _ in FAMILIES}:
         family_of(config.get_text_config(), "self")
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of the first floating weight, or bf16 if that dtype is only for storage."""
+    """Return the dtype of the first floating weight, or bf16 if that dtype has only one byte."""
     floats = (x.entry.dtype for x in checkpoint.tensors.values() if x.entry.dtype.is_floating_point)
     dtype = next(floats, torch.bfloat16)
     return dtype if dtype.itemsize > 1 else torch.bfloat16

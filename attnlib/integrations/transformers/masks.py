@@ -1,4 +1,4 @@
-"""Attention masks in the smallest form that attention needs, for the masks that transformers requests.
+"""Make the attention masks that transformers requests, in the smallest form that attention can use.
 
 A mask has one of four forms:
 
@@ -7,10 +7,10 @@ A mask has one of four forms:
 - int32 ``[b, t]``: document numbers of packed sequences from 1, with 0 for tokens outside all documents.
 - bool ``[b, 1, s, t]``: anything else.
 
-transformers may pass any of these back in as a padding mask, and its meaning stays the same. A mask is made
-once for all layers. Making it reads two flags from the device: is anything padded, and does the padding have
-holes? transformers reads the first one, too. Compiled models get transformers' own masks instead, or a bool
-``[b, t]`` if there is only one query.
+transformers may pass a mask back as a padding mask; it then has the same meaning. All layers share one mask.
+Making it reads two flags from the device: is anything padded, and does the padding have holes? transformers
+reads the first flag, too. Compiled models get transformers' own masks instead, or a bool ``[b, t]`` if there
+is only one query.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from transformers.utils.import_utils import is_tracing
 from ...internal.padding import are_holed, edges_of
 from .handed import handed, read
 
-# Qualified names of the closures that transformers builds mask functions from.
+# transformers builds mask functions from closures, which are recognized by these qualified names.
 JOINED, WINDOW, PACKED, REMAPPED = (
     f"{name}.<locals>.{inner}"
     for name, inner in (
@@ -60,7 +60,7 @@ def attention_mask(
 ) -> Tensor | None:
     """Return the mask of ``q_length`` queries from index ``q_offset`` over keys from index ``kv_offset``.
 
-    transformers calls this function; ``options`` are the rest of its arguments.
+    transformers calls this function and passes more arguments, which are in ``options``.
     """
     attention_mask = None if attention_mask is None else read(attention_mask)[1]
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
@@ -84,7 +84,7 @@ def attention_mask(
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
     if q_length == 1 and not (
         skips and fits and kinds == [causal_mask_function]
-    ):  # a single query: its row is the whole mask
+    ):  # a single query has a single row of the mask
         row = definition()[:, 0, 0]
         return _smallest(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     if skips and fits and _is_band(kinds, options):
@@ -98,7 +98,7 @@ def attention_mask(
 
 
 def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
-    """Return None if a mask hides nothing, the mask ``[b, t]`` if it has no holes, and else ``or_else()``.
+    """Return the smallest form of a padding mask: None, a mask ``[b, t]``, or if it has holes ``or_else()``.
 
     ``there`` marks the visible keys from index ``offset`` on. The returned mask covers all keys and hides
     those before ``offset``, because transformers passes it back in as a mask of all keys.
@@ -107,11 +107,11 @@ def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[
         return None
     if are_holed(there).any():
         return or_else()
-    return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # spares layers the search for bounds
+    return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # layers need not search for bounds
 
 
 def _kinds(function: Callable) -> Iterator[Callable | str]:
-    """Yield the parts that a mask function joins by "and": known functions, or the names of others."""
+    """Yield the functions that a mask function combines by "and"; unknown ones are given by their names."""
     name = getattr(function, "__qualname__", "")
     if name == JOINED:
         for part in _closed(function, "mask_functions"):
@@ -141,7 +141,7 @@ def meaning_of(function: Callable) -> str:
 
 
 def _is_band(kinds: list, options: dict) -> bool:
-    """True if a mask is causal with at most a window, and the model passes that window to attention, too."""
+    """True if a mask is causal, with no window or with one that the model also passes to attention."""
     rest = [kind for kind in kinds if kind is not causal_mask_function]
     if len(rest) == len(kinds) or any(kind != WINDOW for kind in rest):
         return False
@@ -149,7 +149,7 @@ def _is_band(kinds: list, options: dict) -> bool:
 
 
 def _hands_window(configuration: str) -> bool:
-    """True if the modeling file that belongs to this configuration module contains ``sliding_window=``."""
+    """True if the source of a model passes ``sliding_window=``; ``configuration`` is its config's module."""
     model = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     return any(
         "sliding_window=" in line for line in linecache.getlines(getattr(model, "__file__", None) or "")
@@ -157,7 +157,7 @@ def _hands_window(configuration: str) -> bool:
 
 
 def _documents(function: Callable, options: dict) -> Tensor | None:
-    """Return the document numbers, from 1, of a packed causal mask; None for any other mask function."""
+    """Return the document number of each token, from 1, for a packed causal mask; None for other masks."""
     if getattr(function, "__qualname__", "") != JOINED:
         return None
     parts = {getattr(part, "__qualname__", ""): part for part in _closed(function, "mask_functions")}
@@ -169,5 +169,5 @@ def _documents(function: Callable, options: dict) -> Tensor | None:
 
 
 def _closed(function: Callable, name: str):
-    """Return the variable ``name`` that a function closes over."""
+    """Return the value of a variable that a function closes over, by the variable's name."""
     return inspect.getclosurevars(function).nonlocals[name]

@@ -1,16 +1,16 @@
-"""Norms of queries and keys in some model families; each maps heads ``[..., h, d]`` to the same shape."""
+"""Norms that some model families apply to queries and keys ``[..., h, d]``; they keep the shape."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Factory = torch.device | str | torch.dtype | None  # types of device= and dtype=
+Factory = torch.device | str | torch.dtype | None  # type of the arguments device= and dtype=
 
 
 class OffsetRMSNorm(nn.Module):
     """RMS norm of each head, scaled by ``1 + weight`` (Gemma).
 
-    The sum is computed in fp32, since bf16 would round it.
+    The sum ``1 + weight`` is computed in fp32, because bf16 would round it.
     """
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):

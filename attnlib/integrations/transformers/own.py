@@ -1,7 +1,8 @@
-"""Models in attnlib's own checkpoint form: transformers classes with the attention layers in config.json.
+"""Models in attnlib's own checkpoint form, whose config.json describes each attention layer.
 
-Attention weights have the names of attnlib's layers, below ``layer`` of each attention module. transformers
-builds the rest of the model and loads the weights.
+The models are transformers classes with attnlib's attention layers. Each attention module holds its layer as
+``layer``, and weights have that layer's names. transformers builds the rest of the model and loads the
+weights.
 """
 
 import json
@@ -38,14 +39,14 @@ from .replacing import (
     put_angles,
 )
 
-FORMS = "attnlib_layers"  # config field, in memory only: the attention layers as plain data
+FORMS = "attnlib_layers"  # this config field, in memory only, describes the attention layers
 
 
 def config_from(fields: dict[str, Any]) -> PreTrainedConfig:
-    """Return the transformers config of a config.json in this form, with the attention layers as a field.
+    """Convert a config.json in attnlib's own form to a transformers config; layers are one of its fields.
 
     Raises:
-        ValueError: the file does not have this form, or transformers does not know the model.
+        ValueError: the file does not have attnlib's form, or transformers does not know the model.
     """
     base, layers = base_of(fields), layers_of(fields)
     config = AutoConfig.for_model(str(base.pop("model_type", None)), **base)
@@ -57,7 +58,7 @@ def config_from(fields: dict[str, Any]) -> PreTrainedConfig:
 
 
 def knows_layers(config: PreTrainedConfig) -> bool:
-    """True if a config describes its attention layers itself."""
+    """True if a config describes attention layers of attnlib."""
     return hasattr(config.get_text_config(), FORMS)
 
 
@@ -86,7 +87,7 @@ def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[Pre
 
 
 def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
-    """Replace the attention of a model with attnlib layers as described by ``layers``; weights are not set.
+    """Replace a model's attention with the attnlib layers that ``layers`` describes; weights are not set.
 
     Raises:
         ValueError: the layer count or a size does not fit the model.
@@ -112,7 +113,7 @@ def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
 
 
 def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLatentAttention:
-    """Return an MLA layer in place of the attention layer ``grouped``; its weights are not set.
+    """Make an MLA layer that can replace the attention layer ``grouped``; its weights are not set.
 
     Raises:
         ValueError: ``form`` selects rope pairs that ``grouped`` does not have.
@@ -157,7 +158,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
 
 
 class TurnsAlone(ReplacedAttention):
-    """A replaced layer that computes its own rope angles instead of taking the model's."""
+    """A replaced attention layer that computes its own rope angles and ignores the model's."""
 
     def _angles(self, theirs: Any, position_ids: torch.Tensor | None) -> Any:
         if self.layer.rope is None:
@@ -168,13 +169,13 @@ class TurnsAlone(ReplacedAttention):
 
 
 class OwnLatentAttention(TurnsAlone, ReplacedLatentAttention):
-    """A replaced MLA layer with its own rope, since every layer selects the pairs that it rotates."""
+    """A replaced MLA layer with a rope of its own, because each layer selects which pairs it rotates."""
 
 
 def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return one attention layer of ``form`` with the weights ``state``, to use inside a stock model.
+    """Make one attention layer from its description and weights, to use in an unconverted model.
 
-    The other layers of that model stay as they are.
+    The other layers of that model are not changed.
     """
     family = family_of(config, "self")
     with torch.device("meta"):

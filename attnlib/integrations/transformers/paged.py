@@ -69,13 +69,13 @@ class PagedCache(Cache):
         self._rollback, self._max_length = rollback, max_length
         self.handles: list[Handle] = []  # one handle per row
         self._length = 0  # tokens per row before the open step
-        self._step: Any = None  # the context manager of the open step
+        self._step: Any = None  # context manager of the open step
         self._open: Sequence[LayerCache] = ()  # the layers of the open step
         self._tokens = 0  # new tokens per row in the open step
         self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
         self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
         for part in model.modules():
-            if part is model or isinstance(part, PreTrainedModel):  # users may call any of these directly
+            if part is model or isinstance(part, PreTrainedModel):  # users may call it
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
@@ -87,7 +87,7 @@ class PagedCache(Cache):
 
     @property
     def kv(self) -> KVCache:
-        """The underlying KVCache, with its lengths and bytes; reading this property closes the open step."""
+        """The underlying KVCache, e.g. to read its lengths; reading this property closes an open step."""
         self._close_step()
         return self._kv
 
@@ -99,7 +99,7 @@ class PagedCache(Cache):
     def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values ``[b, g, s, d]`` of a layer, and return all its keys and values.
 
-        In the first step these are the arguments themselves, later they are placeholders for pages.
+        The first step returns the arguments themselves; later steps return placeholders for pages.
         """
         b, s = key.shape[0], key.shape[2]
         if index == 0:
@@ -130,16 +130,16 @@ class PagedCache(Cache):
         return self._length + (self._tokens if self._step is not None and self._open[index].appended else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys after a step of ``query_length`` tokens, and the first key's index, 0."""
+        """Return how many keys a step of ``query_length`` tokens sees, and the index of the first key, 0."""
         self._close_step()
         return self._length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i continue row ``beam_idx[i]``."""
+        """Reorder rows after a step of beam search: row i then continues the old row ``beam_idx[i]``."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows at ``indices``, in this order, or the rows that a bool mask marks."""
+        """Keep only the rows at ``indices``, in this order; a bool mask of the rows to keep works, too."""
         self._select(torch.arange(len(self.handles), device=indices.device)[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -158,10 +158,10 @@ class PagedCache(Cache):
         self._length += tokens_to_remove if self.handles else 0
 
     def activate_past_recording(self) -> None:
-        """Check that rows can be cropped later; nothing else is needed.
+        """Check that rows can be cropped later, as assisted generation does; nothing else needs preparation.
 
         Raises:
-            ValueError: a layer has a window and ``rollback`` is 0, so that cropping would fail.
+            ValueError: cropping would fail, because a layer has a window and ``rollback`` is 0.
         """
         if not self._rollback and any(layout.window is not None for layout in self._kv.layouts):
             raise ValueError("rollback: expected as many tokens as assisted generation may reject, got 0")
@@ -214,9 +214,9 @@ class PagedCache(Cache):
             self._close_step()
 
     def _close_step(self) -> None:
-        """Close the open step. It stays open until now because its views are read after the last append.
+        """Close the open step; steps stay open until now because their views are read after the last append.
 
-        If some layers stored nothing, the model raised midway, and the step is undone.
+        If some layers stored nothing, the model raised in the middle of its forward, and the step is undone.
 
         Raises:
             RuntimeError: attention did not read the pages of a layer.
@@ -240,7 +240,7 @@ class PagedCache(Cache):
             self._length += self._tokens
 
     def _undo(self) -> None:
-        """Abort the open step, and free its rows if the step created them."""
+        """Abort the open step, and free the rows that it created."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -264,7 +264,7 @@ class PagedCache(Cache):
 
 
 class _Aborted(Exception):
-    """The exception that aborts an open step."""
+    """The exception to abort an open step with: the step's context manager then undoes it."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -278,7 +278,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> NoReturn:
-        """Always raise NotImplementedError: keys and values lie in pages."""
+        """Always raise NotImplementedError, because keys and values are in pages, not in one tensor."""
         raise NotImplementedError(
             f"layer {self._index}: expected no direct access to cached keys or values, which hf.PagedCache "
             "stores in pages; use a DynamicCache for this model"
@@ -291,7 +291,7 @@ class PagedLayer(CacheLayerMixin):
     values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the pages already exist."""
+        """Do nothing, because the pages of the cache are allocated in advance."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

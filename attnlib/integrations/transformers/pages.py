@@ -1,4 +1,4 @@
-"""Attention over pages, and the placeholder keys and values that carry pages through a transformers model."""
+"""Attention over cache pages, and placeholder tensors that carry the pages through a transformers model."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from .latents import absorbed, expanded, may_absorb, unabsorbed
 
 
 class HandedPages:
-    """The pages of one layer in one step; placeholder keys and values carry them through the model."""
+    """The cache pages of one layer in one step; placeholder keys and values carry them through the model."""
 
     def __init__(self, layer: int, view: KVView):
         self.layer = layer
@@ -31,8 +31,8 @@ class HandedPages:
 def placeholder(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
     """Return a placeholder ``[b, g, tokens, d]`` for keys or values ``x`` ``[b, g, s, d]``.
 
-    The placeholder is an expanded NaN scalar, so it takes no memory. It refers to ``pages`` as
-    ``handed_pages``.
+    The placeholder is an expanded NaN scalar, so it takes no memory. Its attribute ``handed_pages`` is
+    ``pages``.
     """
     standing = x.new_full((), torch.nan).expand(*x.shape[:2], tokens, x.shape[3])
     standing.handed_pages = pages
@@ -43,7 +43,7 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     """Return the pages behind placeholder keys and values, or None if both tensors are ordinary.
 
     Raises:
-        NotImplementedError: only one of the two is still a placeholder.
+        NotImplementedError: only one of the two tensors is a placeholder.
     """
     pages, of_value = (getattr(x, "handed_pages", None) for x in (key, value))
     if pages is not of_value:
@@ -56,7 +56,7 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
 
 
 class ForwardHook:
-    """A hook that notifies a cache of a model's forwards while the cache lives; model copies lose it."""
+    """A forward hook that notifies a cache as long as the cache exists; copies of the model have no hook."""
 
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
@@ -70,7 +70,7 @@ class ForwardHook:
 
 
 class BeginOfForward(ForwardHook):
-    """The forward pre-hook: it notifies the cache that a forward begins."""
+    """The hook before a model's forward: it notifies the cache that a forward begins."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if (cache := self.cache()) is not None:
@@ -78,7 +78,7 @@ class BeginOfForward(ForwardHook):
 
 
 class EndOfForward(ForwardHook):
-    """The forward hook: it notifies the cache that a forward ended; output is None if the forward raised."""
+    """The hook after a model's forward, even if that raised: it notifies the cache that the forward ended."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (cache := self.cache()) is not None:
@@ -118,7 +118,7 @@ def attention_to_pages(
         starts, _ = bounds or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
-        mask = mask_tensor(attention_mask)  # may show later keys, such as the rest of an image
+        mask = mask_tensor(attention_mask)  # queries may see later keys, e.g. in an image
         mask = mask if window is None else Mask(window - 1, None) & mask
     elif attention_mask is not None:
         bias = attention_mask if bias is None else bias + attention_mask
@@ -135,6 +135,6 @@ def attention_to_pages(
 
 
 def _keys(module: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Expand latents ``[c, r]`` and rotary keys ``[c, p]``: keys ``[c, h, n + p]``, values ``[c, h, e]``."""
+    """Expand latents ``[c, r]``, rotary keys ``[c, p]``: keys ``[c, h, n + p]``, values ``[c, h, e]``."""
     k, v = expanded(module, k_rope[None, None], latent[None, None])
     return k[0].transpose(0, 1), v[0].transpose(0, 1)

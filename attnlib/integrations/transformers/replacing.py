@@ -1,4 +1,4 @@
-"""Replace a model's attention with attnlib layers, behind transformers' call signature and weight names."""
+"""Replace a model's attention with attnlib layers that keep transformers' call signature and weight names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,10 +43,11 @@ class ReplacedAttention(nn.Module):
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return the output for ``hidden_states`` ``[b, s, m]``, and further values that the model expects.
+        """Return the output for ``hidden_states`` ``[b, s, m]`` and other values that the model expects.
 
-        T5 calls its mask ``mask`` and passes a bias from layer to layer, which is 0 here. The argument
-        ``cache`` was called ``past_key_values`` before transformers 5.24; GPT-NeoX calls it ``layer_past``.
+        T5 calls its mask ``mask`` and passes a position bias from layer to layer, which is 0 here. The
+        argument ``cache`` was called ``past_key_values`` before transformers 5.24; GPT-NeoX calls it
+        ``layer_past``.
         """
         older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
         cache = next((x for x in (cache, *older) if x is not None), None)
@@ -72,26 +73,26 @@ class ReplacedAttention(nn.Module):
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
 
     def _angles(self, theirs: Angles | None, position_ids: Tensor | None) -> Angles | None:
-        """Return the rope angles that the model made for all layers, or None if this layer has no rope."""
+        """Return the model's rope angles, which all layers share, or None if this layer has no rope."""
         return None if self.layer.rope is None else theirs
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor | None:
-        """Return the positions for the temperature: position ids, or token indices if padding counts."""
+        """Return the positions for the query temperature: position ids, or token indices with padding."""
         if self.layer.temperature is None or not self.family.counts_padding:
             return position_ids
         stored = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         return torch.arange(x.shape[1], device=x.device) + stored
 
     def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """Return the queries ``[b, h, s, d]``."""
+        """Project hidden states to rotated queries ``[b, h, s, d]``."""
         return self.layer.query(x, angles, positions).transpose(1, 2)
 
     def _stored(
         self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of ``x`` and of the cache.
+        """Return all keys and values: those in the cache, and those of the new tokens ``x``.
 
-        Cross-attention uses those of ``source`` instead, and caches them only once.
+        Cross-attention uses keys and values of ``source`` instead, and caches them only once.
         """
         is_stored = False
         if isinstance(cache, EncoderDecoderCache):
@@ -105,7 +106,7 @@ class ReplacedAttention(nn.Module):
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """Return the tensors that the cache stores for each token, ``[b, g, s, d]`` each."""
+        """Return the two tensors ``[b, g, s, d]`` to store in the cache for the new tokens."""
         k, v = self.layer.key_value(x, angles)
         return k.transpose(1, 2), v.transpose(1, 2)
 
@@ -145,20 +146,20 @@ class ReplacedLatentAttention(ReplacedAttention):
 
 
 class ReplacedRotary(nn.Module):
-    """Rope angles, computed once per step for all layers that share a rope; ``ropes`` are by layer type."""
+    """Computes rope angles once per step for all layers with the same rope; ``ropes`` maps layer types."""
 
     def __init__(self, ropes: Mapping[str, Rope]):
         super().__init__()
         self.ropes: dict[str, Rope] = dict(ropes)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
-        """Return the angles at ``position_ids`` ``[b, s]``; ``x`` is ignored."""
+        """Return the rope angles at ``position_ids`` ``[b, s]``; ``x`` is ignored."""
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
         return angles_at(rope, position_ids)
 
 
 def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
-    """Return the angles at ``position_ids`` ``[b, s]``, also for ropes that depend on the sequence length."""
+    """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length."""
     if not rope.needs_length:
         return rope.angles(position_ids)
     if not isinstance(rope.scaling, LongRoPE):
@@ -196,7 +197,7 @@ def replace_attention(model: nn.Module) -> None:
 
 
 def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) -> None:
-    """Make a model compute its rope angles with ``ropes``, each given as (config, layer number, rope)."""
+    """Make a model compute its rope angles with attnlib; ``ropes`` lists (config, layer number, rope)."""
     found: dict[int, dict[str, Rope]] = {}
     for config, index, rope in ropes:
         if rope is not None:
@@ -239,12 +240,12 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
 
 
 def put(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the submodule at ``path``."""
+    """Replace the submodule at a dotted path in a model."""
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, module)
 
 
 def _keep_names(owner: nn.Module, family: Family, inner: str) -> None:
-    """Give state dicts transformers' names and shapes, so that saved models are stock folders."""
+    """Make state dicts use transformers' names and shapes, so that other libraries can load saved models."""
     owner.register_state_dict_post_hook(partial(rename_saved, family, inner))
     owner.register_load_state_dict_pre_hook(partial(rename_loaded, family, inner))

@@ -40,9 +40,10 @@ def theirs_of(family: Family, layer: nn.Module) -> dict[str, str]:
 def rename_saved(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object
 ) -> None:
-    """State-dict hook of ``owner``: give tensors under ``inner`` transformers' names and shapes, in place.
+    """Give the attnlib tensors in a state dict transformers' names and shapes, in place.
 
-    Tensors that transformers does not have, such as an adapter and the layer that it wraps, keep their names.
+    This is a state-dict hook of the module ``owner``, whose attnlib layer is at ``inner``. Tensors that
+    transformers does not have, such as an adapter and the layer that it wraps, keep their names.
     """
     begin, heads = prefix + inner, owner.get_submodule(inner.removesuffix(".")).num_heads
     own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
@@ -53,7 +54,7 @@ def rename_saved(
 def rename_loaded(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Load hook of ``owner``: undo :func:`rename_saved` for every tensor that is present."""
+    """Undo :func:`rename_saved` before a state dict is loaded, for all tensors in it; a hook of ``owner``."""
     layer = owner.get_submodule(inner.removesuffix("."))
     own = layer.state_dict()
     for name, names in _pairs(family, own):
@@ -66,7 +67,7 @@ def rename_loaded(
 def _split(
     family: Family, name: str, x: Tensor, shapes: Mapping[str, tuple[int, ...]], heads: int
 ) -> dict[str, Tensor]:
-    """Split a transformers tensor, which may be transposed or fused, into attnlib tensors of these shapes."""
+    """Split a transformers tensor, which may be transposed or fused, into the attnlib tensors in it."""
     sizes, rest = [shape[0] for shape in shapes.values()], next(iter(shapes.values()))[1:]
     wanted = (sum(sizes), *rest)
     wanted = wanted[::-1] if family.is_transposed else wanted
@@ -80,7 +81,7 @@ def _split(
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each transformers tensor, and the names of the attnlib tensors in it."""
     for module, parts in family.weights:
-        if not module:  # parameters of the layer itself
+        if not module:  # the parameter belongs to the layer itself
             yield from ((name, [name]) for name in parts if name in own)
             continue
         for parameter in PARAMETERS:
