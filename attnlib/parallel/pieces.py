@@ -153,7 +153,8 @@ def _whole_keys(
 ) -> slice | None:
     """Return the slice of a rank's keys that these queries see entirely, if they see no other keys.
 
-    The result is None if only some of the queries see a key, or if the visible keys are not contiguous.
+    The result is None if a token range in ``held`` is only partly visible, or if the visible ranges are not
+    adjacent.
     """
     whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
     others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
