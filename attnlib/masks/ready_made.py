@@ -45,7 +45,7 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
     ends = (
         cu_seqlens[1:].clamp(max=tokens),
         cu_seqlens.new_full((1,), tokens),
-    )  # the last section holds the tokens after the last document
+    )  # tokens after the last document form a section of their own
     return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 

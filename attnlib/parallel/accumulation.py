@@ -17,7 +17,7 @@ class PartialAttention:
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge in the output and LSE of some of the queries over further keys."""
-        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result for all queries
+        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result covers all queries
             self.out, self.lse = out.to(self._wide), lse.to(self._wide)
             return
         self._allocate()

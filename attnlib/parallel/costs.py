@@ -11,7 +11,7 @@ from .source import KeyValueSource
 
 NVLINK = 300e9  # bytes per second that a GPU receives from other GPUs of its host
 FLOPS = 500e12  # FLOPs per second that 16-bit attention is assumed to reach
-MEMORY = 3e12  # bytes per second read from or written to GPU memory
+MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
 
 
 class Costs(NamedTuple):

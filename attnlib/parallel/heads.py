@@ -79,14 +79,14 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 
     The input is ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``.
     """
-    # [ranks, tokens here, b (if any), h, d]
+    # The shape of by_rank is [ranks, tokens here, b (if any), h, d].
     by_rank = x.unflatten(-2, (sharing.ranks, -1)).movedim((-3, -4), (0, 1))
     return joined(exchanged(by_rank, sharing.group), zigzag=sharing.zigzag).movedim(0, -3)
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads."""
-    # [ranks, tokens here, b (if any), h, d]
+    # The shape of by_rank is [ranks, tokens here, b (if any), h, d].
     by_rank = sharded(x.movedim(-3, 0), sharing.ranks, zigzag=sharing.zigzag)
     return exchanged(by_rank, sharing.group).movedim((1, 0), (-4, -3)).flatten(-3, -2)
 

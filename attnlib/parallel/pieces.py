@@ -58,7 +58,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
             and call.score.alibi_slopes is None
         ):
             return piece._replace(mask=FULL, origin=call.origin)
-        if queries.end == keys.end:  # aligned at the end, so no origin is needed
+        if queries.end == keys.end:  # aligned at the end, as in the whole call
             return piece._replace(origin=call.origin)
         if call.packing is None and call.score.alibi_slopes is None:
             return piece._replace(mask=call.mask.shift(queries.end - keys.end), origin=call.origin)
@@ -85,7 +85,8 @@ def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, O
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
     limits = (None if limit is None else min(limit, x.size) for x in (queries, keys))
-    # Start and end of each sequence's part of the range, counted from the start of the sequence.
+    # Compute where each sequence's part of the range starts and ends, counted from the sequence's first
+    # token.
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
@@ -120,7 +121,7 @@ def pieces_of(
     every = slice(0, k.shape[dim])
     if (
         are_plain and own == held and call.mask.is_causal_among(0, own[-1].end)
-    ):  # local order is the order in the whole sequence, so one causal call is enough
+    ):  # tokens are in their original order, so one causal call is enough
         yield Piece(call._replace(q=q, k=k, v=v), every, every)
         return
 

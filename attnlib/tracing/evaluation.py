@@ -89,10 +89,10 @@ def _evaluate(step: Step, captured: Mapping[Value, Tensor], lookup: Lookup, coun
     if step.operation == "where":
         condition, *choices = step.operands
         return torch.where(lookup(condition, BOOL), *(lookup(x, step.takes) for x in choices))
-    if step.operation in BY_NUMBERS:  # a bound or exponent passed as a tensor may change the derivative
+    if step.operation in BY_NUMBERS:  # as tensors, constant bounds or exponents may change the derivative
         numbers = [lookup(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
         return BY_NUMBERS[step.operation](*numbers)
-    if step.operation not in OPERATIONS:  # a cast
+    if step.operation not in OPERATIONS:  # a cast such as to_int32
         return lookup(*step.operands, step.kind)
     return OPERATIONS[step.operation](*(lookup(x, step.takes) for x in step.operands))
 

@@ -40,7 +40,7 @@ OPERATIONS = MappingProxyType(
         "logical_not": (1, BOOL, BOOL),
     }
 )
-# The operation to use instead if all operands are bools; torch supports no other operations on bools.
+# Torch supports few operations on bools; if all operands are bools, use these operations instead.
 OF_BOOLS = MappingProxyType(
     {"add": "logical_or", "mul": "logical_and", "minimum": "logical_and", "maximum": "logical_or"}
     | {"clamp_min": "logical_or", "clamp_max": "logical_and"}

@@ -301,7 +301,7 @@ def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
     if operation == "logical_not":
         return not operands[0]
     known, other = sorted(operands, key=lambda x: not isinstance(x, bool))
-    decides = operation == "logical_or"  # the constant that decides the result without the other operand
+    decides = operation == "logical_or"  # this constant alone decides the result
     return decides if known is decides else other
 
 

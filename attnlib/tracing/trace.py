@@ -107,7 +107,7 @@ def _refuse_enclosed(name: str, function: Callable) -> None:
     """
     try:
         around = getclosurevars(unwrap(function))
-    except TypeError:  # a callable object, or a functools.partial
+    except TypeError:  # callable objects and functools.partial have no closure
         return
     for variable, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, Tensor):

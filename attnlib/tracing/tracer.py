@@ -34,7 +34,7 @@ OTHER_FUNCTIONS = frozenset(("pos", "where", "square", "logical_xor"))
 TENSOR_MAKERS = frozenset(
     ("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like")))
 )
-MULTIPLIED = 8  # powers up to this exponent are computed as products
+MULTIPLIED = 8  # powers up to this exponent become products
 
 
 class Tracer(TracerBase):
@@ -128,7 +128,7 @@ class Tracer(TracerBase):
         if called == "where" and len(args) == 3:
             return steps.where(*operands)
         if called.startswith("logical_") and not kwargs:
-            operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as True unless it is 0
+            operands = [steps.cast(x, BOOL) for x in operands]  # numbers other than 0 count as True
             called = "ne" if called == "logical_xor" else called
         if called == "square" and len(args) == 1:
             return self._power(operands[0], 2)
