@@ -15,9 +15,9 @@ MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
 
 
 class Costs(NamedTuple):
-    """The selected form of context parallelism, and the estimated cost of one forward in every form.
+    """The selected form of context parallelism, and the estimated cost of one forward in each form.
 
-    The cost has two parts: the bytes that a rank receives, and the seconds.
+    The cost is given as the bytes that a rank receives, and as the seconds that the forward takes.
     """
 
     form: str

@@ -85,8 +85,7 @@ def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, O
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
     limits = (None if limit is None else min(limit, x.size) for x in (queries, keys))
-    # Compute where each sequence's part of the range starts and ends, counted from the sequence's first
-    # token.
+    # Compute where each sequence's part of the range starts and ends, counted from its first token.
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))

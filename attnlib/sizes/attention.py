@@ -218,7 +218,7 @@ def _seen(context: int, window: int | None, ranks: int = 1) -> int:
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Return the number of visible query-key pairs in a causal prompt: 1 + 2 + ... up to the window size."""
+    """Return the number of visible query-key pairs in a causal prompt: 1 + 2 + ... + window + window + ..."""
     rising = _seen(length, window)
     return rising * (rising + 1) // 2 + (length - rising) * rising
 
