@@ -1,4 +1,4 @@
-"""Public path ``attnlib.scaling`` of the rope scaling rules."""
+"""Rope scaling rules, under the public name ``attnlib.scaling``."""
 
 from .rope import NTK as NTK
 from .rope import DynamicNTK as DynamicNTK

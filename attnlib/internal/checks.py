@@ -26,12 +26,12 @@ def check_count(name: str, value: int, *, least: int = 0) -> None:
 
 
 def is_strided(x: object) -> bool:
-    """True if x is a strided tensor and not nested; hot paths repeat this test inline."""
+    """True if x is a strided tensor and not nested; performance-critical code repeats this test inline."""
     return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
 
 
 def came(x: object) -> str:
-    """Describe an argument for the end of an error: a tensor's dtype and shape, or a type."""
+    """Describe an argument for an error message: by dtype and shape if it is a tensor, else by type."""
     if is_strided(x):
         return f"{x.dtype} {tuple(x.shape)}"
     return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
@@ -54,12 +54,13 @@ def refuse_tensor(name: str, x: object) -> NoReturn:
 
 
 def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:
-    """Return the sizes of single-letter dimensions, for example of ``("q", q, "bshd"), ("k", k, "btgd")``.
+    """Match tensors to named dimensions such as ``("q", q, "bshd"), ("k", k, "btgd")``; return the sizes.
 
-    ``known`` holds sizes that are already bound.
+    ``known`` holds the sizes of dimensions that are known already.
 
     Raises:
-        ValueError: a tensor has another rank, or a letter has two sizes; the message names both tensors.
+        ValueError: a tensor has a different number of dimensions, or a letter has two different sizes; the
+            message names both tensors.
 
     >>> bind(("q", torch.zeros(2, 3, 4, 8), "bshd"))
     {'b': 2, 's': 3, 'h': 4, 'd': 8}
@@ -69,7 +70,7 @@ def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(f"{name}: expected [{', '.join(dims)}], got {tuple(shape)}")
-        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths are equal, and strict= takes time
+        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths are equal, and strict= is slower
             if sizes.setdefault(dim, size) != size:
                 raise ValueError(_mismatch(name, dims, shape, sizes, named))
     return sizes
@@ -90,11 +91,11 @@ def check_dims(
     sizes: Mapping[str, int],
     least: Mapping[str, int],
 ) -> None:
-    """Raise ValueError if the tensors of a function of indices do not match the ``sizes`` of the call.
+    """Raise ValueError if tensors that a mask or score function reads do not match the ``sizes`` of a call.
 
-    ``dims`` holds the letters of each tensor's dimensions, "" if unknown, and ``least`` holds lower bounds of
+    ``dims`` holds a letter for each dimension of each tensor ("" if unknown), and ``least`` lower bounds of
     sizes. A letter in neither mapping is not compared; "T" stands for ``t`` or more. Without this check, an
-    index would be clamped and read another element.
+    index out of range would be clamped and read a wrong element.
     """
     for x, letters in zip(tensors, dims, strict=False):
         pairs = [*zip(letters, x.shape, strict=False)]
@@ -110,20 +111,20 @@ def check_dims(
 
 
 def is_recorded(x: Tensor) -> bool:
-    """True if a compiler or a CUDA graph records operations on ``x``, to repeat them with other numbers."""
+    """True if a compiler or CUDA graph is recording operations on ``x``, to repeat them with other values."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def are_checks_on(x: Tensor) -> bool:
     """True if ``ATTNLIB_CHECK=1`` is set and the values of ``x`` can be read.
 
-    They cannot be read in a compiler, on the meta device, or during the capture of a CUDA graph.
+    Values cannot be read in a compiler, on the meta device, or during the capture of a CUDA graph.
     """
     return os.environ.get("ATTNLIB_CHECK") == "1" and type(x) is Tensor and not (is_recorded(x) or x.is_meta)
 
 
 def check_slots(slots: Tensor, capacity: int) -> None:
-    """Raise ValueError unless each slot is -1, or is below ``capacity`` and comes once."""
+    """Raise ValueError unless every slot is -1 or a distinct number from 0 up to ``capacity - 1``."""
     written = [slot for slot in slots.flatten().tolist() if slot != -1]
     for slot in written:
         if not 0 <= slot < capacity:

@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is written as a whole or not at all."""
+"""Atomic file writes: a file is written completely or not at all."""
 
 import errno
 import os
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new file that replaces ``path`` if the block succeeds, so that nobody reads half a file.
+    """Yield a temporary file that replaces ``path`` if the block succeeds, so that nobody reads half a file.
 
-    The new file is beside ``path``, and is flushed to disk before it replaces ``path``.
+    The file is created in the folder of ``path``, and is flushed to disk before it replaces ``path``.
 
     Raises:
         OSError: ``path`` is a folder, its folder does not exist, or the file cannot be created or moved.
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors and strings to a safetensors file, as a whole or not at all.
+    """Write tensors and strings to a safetensors file, completely or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,5 +46,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with replacing(path) as temporary:
         try:
             save_file(dict(tensors), temporary, dict(metadata))
-        except SafetensorError as error:  # hides an OSError
+        except SafetensorError as error:  # safetensors raises this in place of OSError
             raise OSError(f"{path}: expected a file that can be written, got {error}") from error

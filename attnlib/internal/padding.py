@@ -1,11 +1,11 @@
-"""Padding masks, bool ``[b, t]``: where the tokens of each row begin and end, and if there are holes."""
+"""Helpers for padding masks, bool ``[b, t]``: where tokens begin and end, and if there are gaps."""
 
 import torch
 from torch import Tensor
 
 
 def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each row's first token and of its last token + 1, int32 ``[b]``; 0 if empty."""
+    """Return where each row's tokens begin, and where they end (exclusive), int32 ``[b]``; 0 if empty."""
     t = there.shape[1]
     if not t:
         nothing = there.sum(1, dtype=torch.int32)
@@ -16,6 +16,6 @@ def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_holed(there: Tensor) -> Tensor:
-    """Return bool ``[b]``: True for a row with a gap between two tokens."""
+    """Return bool ``[b]``: True for rows with padding between two tokens."""
     begins = (there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, :1].sum(1)
     return begins > 1

@@ -1,6 +1,7 @@
-"""Dropout bits from Philox-4x32-10.
+"""Dropout masks from the random number generator Philox-4x32-10.
 
-The bits are a function of position only, so nothing is stored and every backend agrees.
+The random numbers depend only on the seed and on positions. No mask needs to be stored, and all backends use
+the same mask.
 """
 
 import math
@@ -14,14 +15,15 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Return four tensors of u32 values, stored as int64, for four int64 counter words that broadcast.
+    """Return four random 32-bit numbers, as int64 tensors, for each counter of four int64 words.
 
-    Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+    The words broadcast. See Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3",
+    2011.
     """
     a, b, c, d = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap, and their low 64 bits are those of the unsigned product.
+        # int64 products wrap around, but their 64 bits are the same as those of the unsigned product.
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
         a, b, c, d = (
             ((second >> 32) & _LOW) ^ b ^ k0,
@@ -36,11 +38,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 def dropout_keep(
     seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int
 ) -> Tensor:
-    """Return the dropout mask, bool ``[n, h, s, last - first]``, of keys ``first <= j < last``.
+    """Return the dropout mask of keys ``first <= j < last``, bool ``[n, h, s, last - first]``.
 
-    True keeps the probability. The counter words are ``(j // 4, i, head, sequence)`` and the lane is
-    ``j % 4``; ``i``, given as ``rows``, and ``j`` are storage indices within the sequence. If an index is
-    negative, its low 32 bits count. A probability is kept if its u32 is at least ``p * 2**32``.
+    True means that dropout keeps the probability, because its random 32-bit number is at least ``p * 2**32``.
+    Philox's counter is ``(j // 4, i, head, sequence)``, and ``j % 4`` selects one of the four numbers that it
+    returns. ``i`` (an element of ``rows``) and ``j`` are storage indices within the sequence; of a negative
+    index, the low 32 bits are used.
     """
     quads = torch.arange(first // 4, (last + 3) // 4, device=rows.device)
     counter = (quads, rows[:, None], heads[:, None, None], sequences[:, None, None, None])

@@ -1,4 +1,4 @@
-"""Plots: empty figures, a plain style, and colours that people with any colour vision can tell apart."""
+"""Helpers for plots: empty figures, a plain style, and colours that colour-blind readers can tell apart."""
 
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito.
+# Okabe and Ito designed this palette for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 

@@ -1,8 +1,8 @@
-"""Probes of torch's and Triton's private functions: each is tried once, and the answer is cached.
+"""Probes of torch's and Triton's private functions: try each function once, and cache the result.
 
-There is no list of versions. Code that uses a private function gives :func:`answer` a trial, which runs on
-first use. If the trial fails, the code does without the function; results stay the same. Each trial is next
-to the code that needs it.
+There is no list of supported versions. Code that needs a private function passes a trial of it to
+:func:`answer`, which runs the trial on first use. If the trial fails, the code does not use the function, and
+its results stay the same. Each trial is next to the code that needs it.
 """
 
 from collections.abc import Callable
@@ -10,29 +10,29 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-ANSWERS: "dict[str, Answer]" = {}  # all cached answers, by the name of the trial
+ANSWERS: "dict[str, Answer]" = {}  # cached results of trials, by name
 
 
 class Answer(Protocol):
-    """The cached result of a trial; ``failures`` has a sentence for each part that failed."""
+    """The cached result of a trial; ``failures`` has one sentence for each part of the trial that failed."""
 
     failures: tuple[str, ...]
 
 
 class NotNow(Exception):
-    """Raised if a trial cannot run at the moment; the text names the reason.
+    """Raised if a trial of a private function cannot run at the moment; the text names the reason.
 
-    Reasons are a compiler, a mode, a transform, or the capture of a CUDA graph.
+    Possible reasons are a compiler, a torch mode or transform, or the capture of a CUDA graph.
     """
 
 
 def answer(name: str, attempt: Callable[[], Answer]) -> Answer | None:
-    """Return the cached result of ``attempt``; None, without caching it, if it cannot run now."""
+    """Return the result of a trial, which runs only once; None if the trial cannot run at the moment."""
     return ANSWERS.get(name) or _first(name, attempt)
 
 
 def failures(name: str, attempt: Callable[[], Answer]) -> list[str]:
-    """Return the failures of the parts that ``attempt`` tries.
+    """Return one sentence for each part of a trial that failed.
 
     Raises:
         NotNow: the trial cannot run now.
@@ -41,7 +41,7 @@ def failures(name: str, attempt: Callable[[], Answer]) -> list[str]:
 
 
 def is_first(event: str) -> bool:
-    """True on the first call with this event."""
+    """True the first time that it is called with the event ``event``."""
     happened = _Event()
     return ANSWERS.setdefault(event, happened) is happened
 
@@ -72,6 +72,6 @@ def failure_of(trial: Callable[[], object]) -> str:
         trial()
     except NotNow:
         raise
-    except Exception as error:  # a private function may fail in any way
+    except Exception as error:  # a private function may raise any exception
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""

@@ -17,8 +17,8 @@ BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def kind(x: Function) -> Function:
     """Wrap a function so that an unknown or missing argument raises a TypeError that names the right one.
 
-    In a class, the constructor and the public methods are wrapped. A method that another decorator has
-    already wrapped is left as it is: ``@contextmanager``, for example, goes outside ``@kind``.
+    In a class, the constructor and the public methods are wrapped. Methods that another decorator has already
+    wrapped are skipped, so ``@contextmanager``, for example, goes outside ``@kind``.
     """
     if not isclass(x):
         return _wrapped(x, None)
@@ -32,7 +32,7 @@ def kind(x: Function) -> Function:
 
 
 def leading_to(instead: str) -> Callable[[Function], Function]:
-    """Return a decorator for constructors that only attnlib calls; its errors name what to call ``instead``.
+    """Return a decorator for constructors that users should not call; errors name what to call ``instead``.
 
     Public methods of a class are wrapped as by :func:`kind`.
     """
@@ -48,7 +48,7 @@ def leading_to(instead: str) -> Callable[[Function], Function]:
 
 
 def unknown(argument: str, names: Sequence[str]) -> str:
-    """Return the error message for an argument that a function with arguments ``names`` does not take."""
+    """Return the error message for an unknown argument of a function that takes arguments ``names``."""
     remedy = remedy_of(argument, names)
     if remedy is None:
         near = get_close_matches(argument, names, 1)
@@ -63,7 +63,7 @@ def _wrapped(function: Function, instead: str | None) -> Function:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__.tb_next is not None:  # the function itself raised it
+            if error.__traceback__.tb_next is not None:  # the error comes from the function's own code
                 raise
             why = str(error)
         name = _name_of(function, args)
@@ -73,7 +73,7 @@ def _wrapped(function: Function, instead: str | None) -> Function:
 
 
 def _name_of(function: Callable, args: Sequence[object]) -> str:
-    """Return the name of the function; for a method, with the class on which it was called."""
+    """Return the name of a function for messages; for a method, include the class it was called on."""
     *owner, name = function.__qualname__.split(".")
     if args and _is_method(function):
         known = args[0] if isclass(args[0]) else type(args[0])
@@ -88,7 +88,7 @@ def _is_method(function: Callable) -> bool:
 def _argument_error(
     function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str | None:
-    """Return an explanation of the wrong arguments and what to pass instead; None if unknown."""
+    """Explain which arguments are wrong and what to pass instead; return None if no reason is found."""
     of, count = [*signature(function).parameters.values()], len(args)
     if _is_method(function):
         of, count = of[1:], max(0, count - 1)

@@ -1,8 +1,8 @@
-"""Questions to torch about modes, transforms and profilers that follow operators, with a trial for each.
+"""Functions that tell if a torch mode, transform or profiler observes operators, with a trial for each.
 
-Most answers come from private functions of torch. A trial asks once inside such a context, where the answer
-must be yes, and once outside. If a trial fails, a public function replaces the private one. If torch has no
-such function, the answer is always yes, which is correct but slower.
+Most of them are private functions of torch. A trial calls such a function once inside a mode, transform or
+profiler, where it must return true, and once outside. If a trial fails, a public function replaces the
+private one. If torch has none, we assume that operators are always observed, which is correct but slower.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ BATCHED = "batched gradients"
 
 
 class TorchAnswers(NamedTuple):
-    """The functions that answer the questions: private ones with a successful trial, or replacements."""
+    """The functions to call: private functions of torch whose trials succeeded, or replacements for them."""
 
     dispatch_modes: Callable[[], object]
     mode_stack: Callable[[], list]
@@ -33,14 +33,14 @@ class TorchAnswers(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A private function of torch, and its trial.
+    """A private function of torch that tells if something observes operators, and its trial.
 
     Attributes:
-        name: the subject of the question.
+        name: what the function detects.
         find: looks up the private function.
-        inside: asks the function inside a context where it must answer yes.
-        public: a public function of torch with the same answer, if there is one.
-        instead: the function to ask from then on if the trial fails.
+        inside: calls the function in a context where it must return true.
+        public: a public function of torch with the same result, if there is one.
+        instead: the function to call instead if the trial fails.
         cost: the consequence of a failed trial.
     """
 
@@ -53,7 +53,7 @@ class Question(NamedTuple):
 
 
 def find() -> TorchAnswers:
-    """Try each private function; raise NotNow inside a mode, transform or profiler that it asks about."""
+    """Try each private function; raise NotNow inside a mode, transform or profiler that one would detect."""
     looked = [
         (question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS
     ]
@@ -66,7 +66,7 @@ def find() -> TorchAnswers:
 
 
 def _refuse_inside(question: Question) -> None:
-    """Raise NotNow if the answer is already yes, and RuntimeError if that answer is wrong."""
+    """Raise NotNow if the function returns true before its trial, or RuntimeError if that is wrong."""
     ask = question.find()
     if ask():
         if question.public() if question.public else not _in_another_thread(ask):
@@ -75,13 +75,13 @@ def _refuse_inside(question: Question) -> None:
 
 
 def _in_another_thread(ask: Callable) -> object:
-    """Ask in a new thread, which no mode, transform or profiler follows."""
+    """Call a function in a new thread, which no mode, transform or profiler observes."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(ask).result()
 
 
 def _try(question: Question) -> None:
-    """Ask inside the context and again outside; raise RuntimeError if an answer is wrong."""
+    """Call the function inside the context and again outside; raise RuntimeError if a result is wrong."""
     ask = question.find()
     if not question.inside(ask):
         raise RuntimeError("it says no where it must say yes")
@@ -90,7 +90,7 @@ def _try(question: Question) -> None:
 
 
 def yes() -> bool:
-    """Answer yes, since torch cannot say if something follows this call."""
+    """Return True, for torch versions that cannot tell if something observes a call."""
     return True
 
 
@@ -111,9 +111,9 @@ def _inside_transform(ask: Callable) -> object:
 
 
 def _inside_profiler(ask: Callable) -> object:
-    """Ask inside the fastest profiler available.
+    """Call a function inside the fastest profiler available.
 
-    An ITT annotation takes 0.1 ms; a profile takes 1 ms and may print.
+    ITT annotations take 0.1 ms; a profile takes 1 ms and may print.
     """
     with profiler.emit_itt() if torch.profiler.itt.is_available() else profiler.profile(use_kineto=False):
         return ask()
@@ -128,12 +128,12 @@ def _inside_function_mode(ask: Callable) -> object:
 
 
 def _has_function_mode() -> bool:
-    """True inside any mode that follows torch functions, a default device included."""
+    """True inside any torch function mode, including the mode of a default device."""
     return has_torch_function((None,))
 
 
 def _refuses_forward_mode() -> bool:
-    """True if a level of forward mode is open, since torch allows only one."""
+    """True if a level of forward-mode autograd is open; torch then refuses to open another one."""
     try:
         with forward_ad.dual_level():
             return False
@@ -147,7 +147,7 @@ def _inside_forward_mode(ask: Callable) -> object:
 
 
 def _find_function_modes() -> Callable[[], bool]:
-    """Return a test for function modes that ignores default devices, which are modes but follow nothing."""
+    """Return a test for torch function modes that ignores default devices, since they observe no calls."""
     from torch.utils._device import DeviceContext
 
     count, modes = torch._C._len_torch_function_stack, torch.overrides._get_current_function_mode_stack
@@ -159,13 +159,13 @@ def _find_function_modes() -> Callable[[], bool]:
 
 
 def _find_forward_level() -> Callable[[], bool]:
-    """Return a test for an open level of forward mode, which reads a private variable of torch."""
+    """Return a test for an open level of forward-mode autograd, based on a private variable of torch."""
     forward_ad._current_level  # noqa: B018 - raises if torch has no such variable
     return lambda: forward_ad._current_level >= 0
 
 
 _SLOWER = "every call goes through torch's dispatcher, which is correct but slower"
-QUESTIONS = (  # in the order of TorchAnswers
+QUESTIONS = (  # the order must be the same as in TorchAnswers
     Question(
         "dispatch modes",
         lambda: torch._C._len_torch_dispatch_stack,
@@ -220,8 +220,8 @@ class Batched(NamedTuple):
 def find_batched() -> Batched:
     """Find the function that recognizes batched gradients (many gradients in one tensor).
 
-    It is separate from the other questions, since only a backward asks it, and torch's first backward loads
-    much code.
+    Its trial is separate from the others, since only a backward needs it, and torch's first backward loads a
+    lot of code.
     """
     if why := failure_of(_try_batched):
         return Batched(lambda x: True, (f"{BATCHED}: {why}; every backward goes through torch's dispatcher",))

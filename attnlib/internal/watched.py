@@ -1,4 +1,4 @@
-"""Detect modes, transforms and profilers that follow operators; calls must then use torch's dispatcher."""
+"""Detect modes, transforms and profilers that observe operators; calls then go through torch's dispatcher."""
 
 import sys
 
@@ -14,10 +14,10 @@ SEEN = "calls that are followed"
 
 
 def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if a compiler, tracer, mode, transform or profiler follows operators on these tensors.
+    """True if a compiler, tracer, mode, transform or profiler observes operators on q, k and v.
 
-    Tensor subclasses and meta tensors count as well. If nothing follows, a call may bypass torch's
-    dispatcher, which takes longer than the rest of the call.
+    The result is also True for tensor subclasses and meta tensors. If nothing observes the operators, a call
+    may bypass torch's dispatcher, which takes longer than the rest of the call.
 
     Raises:
         RuntimeError: a FlopCounterMode would count attention as 0 FLOPs.
@@ -41,7 +41,7 @@ def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_transforming() -> bool:
-    """True if a transform of torch.func such as vmap is running, or if torch does not say."""
+    """True if a torch.func transform such as vmap is running, or if this version of torch cannot tell."""
     ask = None if torch.compiler.is_compiling() else answer(SEEN, find)
     if ask is not None:
         return bool(ask.transforms())
@@ -61,9 +61,9 @@ def are_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_forward_mode(*arguments: object) -> bool:
-    """True if a level of forward-mode derivatives is open.
+    """True if a level of forward-mode autograd is open.
 
-    If torch does not say, True if any argument carries a forward-mode derivative.
+    If torch cannot tell, the result is True if any argument carries a forward-mode derivative.
     """
     ask = None if torch.compiler.is_compiling() else ANSWERS.get(SEEN) or answer(SEEN, find)
     if ask is None or not ask.has_forward_level:
@@ -77,16 +77,16 @@ def have_tangents(*arguments: object) -> bool:
 
 
 def failures() -> list[str]:
-    """Return the questions that torch does not answer as expected, and the cost of each.
+    """Return which private functions of torch do not work as expected, and the consequence of each failure.
 
     Raises:
-        NotNow: the questions cannot be tried now.
+        NotNow: the trials cannot run now.
     """
     return [*probes.failures(SEEN, find), *probes.failures(BATCHED, find_batched)]
 
 
 def refuse_trials() -> None:
-    """Raise NotNow if something would follow the calls of a trial."""
+    """Raise NotNow if a mode, transform or profiler would observe the calls of a trial."""
     ask = answer(SEEN, find)
     if ask is None or any(f() for f in (ask.dispatch_modes, ask.transforms, ask.profiler) if f is not yes):
         raise NotNow("since something follows this call")
@@ -109,10 +109,10 @@ def _refuse_counters(modes: list) -> None:
             )
 
 
-_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # as a variable, for Dynamo
+_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # a variable, because Dynamo needs one
 
 
 def _mode_stack() -> list:
-    """Return the active dispatch modes, as far as torch lists them without a trial."""
+    """Return the active dispatch modes, without a trial; the list is empty if torch cannot list them."""
     ask = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
     return [] if ask is None else ask() or []

@@ -7,10 +7,10 @@ BOOLS = "for a bool mask [b|1, h|1, s, t] use mask=attnlib.masks.mask_tensor(sho
 ADDED = "for one that is added to scores use score=attnlib.scores.bias_tensor(bias)"
 MADE = "pass {} to the constructor of the layer"
 
-# A row has argument names of other libraries, and their remedies. A remedy is for callables that have all of
-# the arguments named before it; the first one that applies is used. Some arguments identify the callable:
-# only forward() of a layer has cu_seqlens_context, only attention functions have q, and only layers have
-# hidden_size.
+# Each row lists argument names of other libraries, then pairs of required arguments and a remedy. A remedy
+# applies to callables that take all of its required arguments; the first remedy that applies is used. Some
+# arguments identify the callable: only forward() of a layer takes cu_seqlens_context, only attention
+# functions take q, and only layers take hidden_size.
 ROWS = (
     # masks and scores
     (
@@ -178,7 +178,7 @@ ROWS = (
         ("max_length", "use max_length="),
         ("cu_seqlens", "leave it out: it is computed if necessary"),
     ),
-    # sizes and parts of layers
+    # sizes of layers, and names of their parts
     ("embed_dim d_model n_embd model_dim dim", ("hidden_size", "it is hidden_size, the first argument")),
     (
         "n_heads nhead heads num_attention_heads n_head num_heads",
@@ -234,7 +234,7 @@ ROWS = (
     ("H", ("b h s t", "use h=")),
     ("Q_LEN", ("b h s t", "use s=")),
     ("KV_LEN", ("b h s t", "use t=")),
-    # rope and its rules
+    # rope and its scaling rules
     (
         "base rope_base rope_theta",
         ("theta", "use theta="),
@@ -330,7 +330,7 @@ REMEDIES = MappingProxyType({word: row[1:] for row in ROWS for word in row[0].sp
 
 
 def remedy_of(argument: str, names: list[str]) -> str | None:
-    """Return which of the arguments ``names`` to use for ``argument`` of another library, or None.
+    """Return the remedy for an ``argument`` of another library, if it fits a function that takes ``names``.
 
     >>> remedy_of("base", ["dim", "theta"]), remedy_of("base", ["q", "k"])
     ('use theta=', None)

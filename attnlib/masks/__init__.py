@@ -1,7 +1,7 @@
-"""Attention masks: bands of indices, functions of indices, and ready-made masks.
+"""Attention masks: bands of visible keys, masks written as Python functions, and ready-made masks.
 
 ``band.py`` holds the masks that kernels compute from three integers. ``function.py`` combines a band with a
-function of indices. Add new masks to ``ready_made.py``.
+function of token indices. Add new masks to ``ready_made.py``.
 """
 
 from .band import CAUSAL as CAUSAL

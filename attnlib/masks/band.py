@@ -19,8 +19,8 @@ class Mask:
     """A band of visible keys around each query, plus a prefix that every query sees.
 
     Key ``j`` is visible to query ``i`` if ``i - left <= j <= i + right`` or ``j < prefix``. ``None`` leaves a
-    side unbounded; a bound may be negative. Indices are storage indices: the queries of a call are the last
-    ``s`` of its ``t`` keys, so row ``r`` is query ``i = t - s + r``.
+    side unbounded; a bound may be negative. Indices are storage indices: with ``s`` queries and ``t`` keys,
+    the queries belong to the last ``s`` keys, so row ``r`` of q is query ``i = t - s + r``.
 
     ``&``, ``|`` and ``~`` combine masks. The result is a Mask if it is a band, otherwise a MaskFunction.
 
@@ -82,15 +82,15 @@ class Mask:
 
     @property
     def band(self) -> "Mask":
-        """The mask itself; the band of a MaskFunction has the same name."""
+        """The mask itself, so that code can read ``.band`` of a Mask as well as of a MaskFunction."""
         return self
 
     def as_function(self) -> MaskFunction:
-        """Return the MaskFunction that shows the same keys."""
+        """Return an equivalent MaskFunction, for code that combines masks of both kinds."""
         return MaskFunction(self, EVERYWHERE, ())
 
     def meet(self, other: "Mask") -> "Mask | None":
-        """Return the band of keys that both masks show, or None if they form no band."""
+        """Return the intersection of two masks, or None if it is not a band."""
         left, right = (_least(x, y) for x, y in ((self.left, other.left), (self.right, other.right)))
         if not (self.prefix or other.prefix):
             return Mask(left, right)
@@ -103,7 +103,7 @@ class Mask:
         return None
 
     def _join(self, other: "Mask") -> "Mask | None":
-        """Return the band of keys that either mask shows, or None if they form no band."""
+        """Return the union of two masks, or None if it is not a band."""
         if self._is_empty or other._is_empty:
             return other if self._is_empty else self
         bounds = [
@@ -132,18 +132,18 @@ class Mask:
         return self.left, self.right
 
     def unbounded(self) -> "Mask":
-        """Return the band that shows all keys."""
+        """Return the mask that shows all keys to every query."""
         return FULL
 
     def program(self) -> Program:
-        """Return the mask as a program of indices, which backends can run."""
+        """Return the mask as a program (a list of operations on token indices), which backends can run."""
         return Program(_band_text(self.left, self.right, self.prefix))
 
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
         """Return the half-open range of keys, out of ``total``, that some query in ``[first, last)`` sees.
 
-        The range is exact and has no hole: at least one of these queries sees each key in it. An empty range
-        is ``(0, 0)``.
+        Each key in the range is visible to at least one of the queries, and no key outside it is visible to
+        any. An empty range is ``(0, 0)``.
         """
         if first >= last or self._is_empty:
             return (0, 0)
@@ -154,7 +154,7 @@ class Mask:
     def covers(self, first: int, last: int, start: int, stop: int) -> bool:
         """True if every query in ``[first, last)`` sees every key in ``[start, stop)``.
 
-        Kernels need no mask for such a tile.
+        Kernels then compute the tile of these queries and keys without applying the mask.
         """
         if stop <= self.prefix:
             return True
@@ -173,7 +173,7 @@ class Mask:
 
     @property
     def spelled(self) -> str:
-        """The shortest Python expression for this mask, such as ``sliding(4)``."""
+        """The shortest Python expression for this mask, such as ``sliding(4)``, for messages."""
         if self.left is None and self.prefix == 0 and self.right in (None, 0):
             return "FULL" if self.right is None else "CAUSAL"
         is_window = self.left is not None and self.right == self.prefix == 0
@@ -181,9 +181,9 @@ class Mask:
 
     @property
     def reach(self) -> int | None:
-        """The number of keys before its own that a query sees.
+        """The number of keys that a query sees before its own key.
 
-        None means that there is no bound. A negative number means that a query sees only later keys.
+        None means that there is no limit. A negative number means that a query only sees keys after its own.
 
         >>> sliding(4).reach, CAUSAL.reach, sliding(4).shift(9).reach
         (3, None, -6)
@@ -210,7 +210,7 @@ class Mask:
     def shift(self, n: int) -> "Mask":
         """Return the same band moved ``n`` keys to the right.
 
-        A query under ``CAUSAL.shift(n)`` sees the ``n`` keys after its own as well. With ``s`` queries and
+        Under ``CAUSAL.shift(n)``, a query also sees the ``n`` keys after its own key. With ``s`` queries and
         ``t`` keys, ``CAUSAL.shift(s - t)`` aligns the first query with the first key (top-left alignment).
         """
         if isinstance(n, bool) or not isinstance(n, int):
@@ -222,7 +222,8 @@ class Mask:
     def queries(self, first: int, last: int, start: int, stop: int) -> tuple[int, int]:
         """Return the half-open range of queries in ``[first, last)`` that see some key in ``[start, stop)``.
 
-        The range is exact and has no hole. An empty range is ``(0, 0)``.
+        Every query in the returned range sees such a key, and no query outside it does. An empty range is
+        ``(0, 0)``.
 
         >>> sliding(3).queries(0, 9, 4, 6)
         (4, 8)
@@ -238,8 +239,8 @@ class Mask:
     def is_causal_among(self, first: int, last: int) -> bool:
         """True if the mask is plain causal attention among the queries and keys in ``[first, last)``.
 
-        Each of these queries then sees exactly the keys from ``first`` up to its own. The range must hold at
-        least two queries.
+        Each query in the range then sees exactly the keys from ``first`` up to its own key. The range must
+        contain at least two queries.
 
         >>> sliding(3).is_causal_among(5, 8), sliding(3).is_causal_among(5, 9)
         (True, False)
@@ -248,7 +249,7 @@ class Mask:
         return after_left and self.right == 0 and self.prefix <= first + 1
 
     def counted_from(self, key: int) -> "Mask":
-        """Return the same mask for indices that are counted from key ``key``; only the prefix changes.
+        """Return the same mask for indices that start from 0 at key ``key``; only the prefix changes.
 
         >>> Mask(right=0, prefix=5).counted_from(3)
         Mask(left=None, right=0, prefix=2)
@@ -263,7 +264,7 @@ NOTHING = Mask(left=0, right=-1)
 
 
 def refuse_mask(mask: object) -> NoReturn:
-    """Raise TypeError for an object that is not a mask; the message says how to make one."""
+    """Raise a TypeError that explains how to convert an object that is not a mask into one."""
     remedy = "; mask=FULL hides nothing" if mask is None else ""
     if isinstance(mask, Tensor):
         remedy = (
@@ -278,7 +279,7 @@ def refuse_mask(mask: object) -> NoReturn:
 
 @kind
 def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
-    """Return the mask of a function of indices: ``function(b, h, i, j, *arguments)`` returns a bool.
+    """Return the mask that shows a key where ``function(b, h, i, j, *arguments)`` is True.
 
     ``b`` is the sequence, ``h`` the query head, and ``i`` and ``j`` are the storage indices of query and key,
     as in :class:`Mask`. Indices are int64, bools and integers behave as in torch, and floats are fp32.
@@ -286,13 +287,13 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     The function may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``,
     ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid`` and ``sqrt``. It may
     index the tensors that are passed as arguments; their indices are clamped to the valid range. The function
-    is called once, with stand-ins for the indices, so Python's ``if`` cannot test an index.
+    is called once, with placeholders for the indices, so Python's ``if`` cannot test an index.
 
-    ``FIRST_QUERY`` among the arguments stands for an int64 tensor ``[b]``: the storage index of the first
-    query of each sequence.
+    If you pass ``FIRST_QUERY`` as an argument, the function gets an int64 tensor ``[b]`` in its place, with
+    the storage index of the first query of each sequence.
 
     Raises:
-        TraceError: the function does something that a kernel cannot; the message names the line.
+        TraceError: the function does something that a kernel cannot do; the message names the line.
 
     >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
     >>> mask = CAUSAL & mask_mod(lambda b, h, i, j, document: document[b, i] == document[b, j], documents)
@@ -308,7 +309,7 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
 
 @constant
 def _band_text(left: int | None, right: int | None, prefix: int) -> str:
-    """Return the text of a band's program."""
+    """Return the program that computes a band from two indices, as text."""
     steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
     seen: Operand = True
     if left is not None:
@@ -326,7 +327,7 @@ def _least(x: int | None, y: int | None) -> int | None:
 
 @kind
 def sliding(window: int) -> Mask:
-    """Return the mask of causal attention to the last ``window`` keys, the query's own included.
+    """Return the mask of causal attention to the last ``window`` keys, the query's own key included.
 
     Raises:
         TypeError: ``window`` is not an int.

@@ -1,4 +1,4 @@
-"""Mask functions: a band combined with a function of indices; a key is visible if both show it."""
+"""Masks that combine a band with a function of token indices; a key is visible only if both show it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,16 +14,16 @@ from ..tracing.evaluation import evaluated
 from ..tracing.program import INDICES, Program, combined
 from ..tracing.trace import FirstQuery, captured_of, traced
 
-GRAIN = 64  # kernels sort a function's pairs into tiles of 64 queries x 64 keys: hidden, partial or full
-CHANGED = (-1,)  # tensor versions that match no tensor: the tiles of a copied mask are out of date
+GRAIN = 64  # kernels find out per tile of 64 queries x 64 keys if a mask hides all, some or none of it
+CHANGED = (-1,)  # tensor versions that match no tensor, since the tiles of a copied mask are out of date
 EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
 
 
 class RetainedKeys(NamedTuple):
-    """The keys that a cache must retain for a mask: the last ``window`` ones and the ``first`` ones.
+    """The keys that a cache must retain for a mask: the last ``window`` keys, and the first ``first`` keys.
 
-    ``window`` counts the query's own key; None retains all keys.
+    The window includes the query's own key; if it is None, all keys are retained.
     """
 
     window: int | None
@@ -37,7 +37,7 @@ class RetainedKeys(NamedTuple):
 
 
 class Band(Protocol):
-    """The interface that a MaskFunction needs of its band; :class:`attnlib.Mask` implements it."""
+    """The methods that a MaskFunction calls on its band; :class:`attnlib.Mask` implements them."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor: ...
     def meet(self, other: "Band") -> "Band | None": ...
@@ -53,17 +53,17 @@ class Band(Protocol):
 @leading_to("make one by mask_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskFunction:
-    """A mask made of a band and a function of indices; a key is visible only if both show it.
+    """A mask made of a band and a function of token indices; a key is visible only if both show it.
 
-    :func:`attnlib.mask_mod` makes it. Bands and mask functions combine by ``&``, ``|`` and ``~``.
+    Create one with :func:`attnlib.mask_mod`. ``&``, ``|`` and ``~`` combine bands and mask functions.
 
     Attributes:
         program: the traced function. The Python function is not stored, so masks can be copied and pickled.
         tensors: the tensors that the program reads.
         tiles: the kind of each tile (hidden, partial or full), if :meth:`block_mask` has computed it.
-        far: the keys that a cache must retain, if the author knows that fewer than the band's suffice.
-        sections: int32 start offsets and the end of the documents in a row, if the function only separates
-            documents; otherwise None.
+        far: the keys that a cache must retain, if fewer suffice than the band shows; otherwise None.
+        sections: int32 offsets at which the documents of a row start, and the end of the last one, if the
+            function only separates documents; otherwise None.
         dims: the letters of each tensor's dimensions, as in :class:`ScoreFunction`; "" if undocumented.
     """
 
@@ -71,15 +71,15 @@ class MaskFunction:
     program: Program
     tensors: tuple[Tensor, ...]
     tiles: Tensor | None = field(default=None, repr=False)
-    versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when the tiles were computed
-    sizes: tuple[int, ...] = field(default=(), repr=False)  # query and key counts of the tiles
+    versions: tuple[int, ...] = field(default=(), repr=False)  # of ``tensors``, when tiles were computed
+    sizes: tuple[int, ...] = field(default=(), repr=False)  # number of queries and keys that the tiles cover
     far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
     dims: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def spelled(self) -> str:
-        """A short text for messages: the band, and a note that there is a function."""
+        """A short description for messages: the band, and a note that a function restricts it."""
         return f"{self.band.spelled} & a function"
 
     @property
@@ -90,42 +90,41 @@ class MaskFunction:
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """Return a bool tensor: True where query ``i`` of head ``h`` in sequence ``b`` sees key ``j``.
 
-        This is the definition of the mask. The arguments are tensors that broadcast; ``first`` is the storage
-        index of the first query of each sequence.
+        This is the definition of the mask. The arguments are integer tensors that broadcast; ``first`` is the
+        storage index of the first query of each sequence.
         """
         return self.band.visible(i, j) & self.definition(b, h, i, j, first)
 
     def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """Return a bool tensor: True where the function shows key ``j`` to query ``i``, whatever the band.
+        """Return a bool tensor: True where the function alone shows key ``j`` to query ``i``.
 
-        Floats are computed in fp32 for calls of any dtype.
+        The band is ignored here. Floats are computed in fp32, whatever the dtype of q, k and v.
         """
         return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
-        """Return the same function bound to other tensors, of the same dtypes and ranks."""
+        """Return the same function with other tensors in place of its own, of the same dtypes and ranks."""
         return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
 
     def of_part(self) -> "MaskFunction":
-        """Return the mask for a part of a call, whose sizes need not match the tensors."""
+        """Return the mask for a part of a call, which skips comparing its sizes with the tensors."""
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
-        """Raise ValueError if the tensors do not match the sizes of a call; see ``checks.check_dims``."""
+        """Raise ValueError if a tensor of the mask does not fit a call; see ``checks.check_dims``."""
         check_dims("mask: expected a tensor", self.tensors, self.dims, sizes, least)
 
     def block_mask(
         self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None
     ) -> "MaskFunction":
-        """Return the same mask with precomputed tiles, for dense calls of these sizes.
+        """Return the same mask with its tiles precomputed, which saves time if many layers share a mask.
 
-        The sizes are ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys. Without precomputed
-        tiles, kernels find out at every call which tiles the function hides or shows entirely, so this pays
-        off if many layers share a mask.
+        The tiles are for dense calls with ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
+        Without them, kernels find out at every call which tiles the function hides or shows entirely.
 
-        Dense calls of other sizes are refused, and so are dense calls after a tensor that the function reads
-        has changed in place. Packed and cached calls still compute the tiles themselves. If the function
-        reads no tensor, pass the ``device`` of the calls; calls on another device are refused.
+        Dense calls raise an error if their sizes differ, or if a tensor that the function reads has changed
+        in place. Packed and cached calls still compute the tiles themselves. If the function reads no tensor,
+        pass the ``device`` of the calls; calls on another device raise an error.
         """
         self.check({"b": b, "h": h, "s": s, "t": t}, {"T": t})
         device = self.tensors[0].device if self.tensors and device is None else device
@@ -137,12 +136,12 @@ class MaskFunction:
         return tuple(0 if x.is_inference() else x._version for x in self.tensors)
 
     def planes(self, b: int, h: int) -> tuple[int, int]:
-        """Return how many sequences and heads differ: 1 if the function does not read that index."""
+        """Return how many sequences and heads need their own tiles: 1 if all of them have the same mask."""
         read = self.program.read
         return b if "b" in read else 1, h if "h" in read else 1
 
     def as_function(self) -> "MaskFunction":
-        """Return the mask itself; on a band, the same method returns an equivalent MaskFunction."""
+        """Return the mask itself, as it is a MaskFunction already; Mask has the same method."""
         return self
 
     def __and__(self, other: object) -> "Band | MaskFunction":
@@ -152,7 +151,7 @@ class MaskFunction:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and (known[0].tiles is not None or known[0].sections is not None):
-                (one,) = known  # tiles and sections describe its function only, so they hold for any band
+                (one,) = known  # tiles and sections do not depend on the band, so they stay valid
                 both = replace(
                     both, tiles=one.tiles, versions=one.versions, sizes=one.sizes, sections=one.sections
                 )
@@ -177,9 +176,9 @@ class MaskFunction:
     __ror__ = __or__
 
     def __getstate__(self) -> dict[str, object]:
-        """Return all fields, with a flag instead of ``versions``: copied tensors count from 0 again.
+        """Return all fields for a copy or pickle, with a flag instead of ``versions``.
 
-        The flag is True if the tiles still match the tensors.
+        The flag is True if the tiles still match the tensors; copied tensors count their changes from 0.
         """
         state = {x.name: getattr(self, x.name) for x in fields(self)}
         return state | {"versions": self.versions == self.versions_now()}
@@ -192,7 +191,7 @@ class MaskFunction:
 
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
-    """Return the mask of a band and ``function(b, h, i, j, *arguments)``; see :func:`attnlib.mask_mod`."""
+    """Trace ``function(b, h, i, j, *arguments)`` and combine it with a band; see :func:`attnlib.mask_mod`."""
     program = traced("mask", function, arguments)
     return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)))
 
@@ -201,9 +200,9 @@ def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | Fir
 def _tiles(
     mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: torch.device | str | None
 ) -> Tensor:
-    """Return the kind of each tile, int8 ``[b, h, tile rows, tile columns]``.
+    """Return how much of each tile the function shows, as int8 ``[b, h, tile rows, tile columns]``.
 
-    0 means that the function hides the whole tile, 2 that it shows the whole tile, and 1 anything between.
+    A tile is 0 if the function hides all of its query-key pairs, 2 if it shows all of them, and 1 otherwise.
     Pairs beyond the last query or key do not count. The function is evaluated one row of tiles at a time.
     """
     b, h = planes
@@ -227,7 +226,7 @@ def _function(x: object) -> MaskFunction | None:
 
 
 def _all_of(x: MaskFunction) -> MaskFunction:
-    """Return the same mask with its band folded into the program, so that any band may surround it."""
+    """Return the same mask with its band moved into the program."""
     own = tuple(range(len(x.tensors)))
     program = combined(
         "logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors)
@@ -236,7 +235,7 @@ def _all_of(x: MaskFunction) -> MaskFunction:
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
-    """Combine two functions within a band by a logical operation.
+    """Combine the functions of two masks by a logical operation, and return a mask with the given band.
 
     A tensor that both functions read is passed once if both document the same dimensions for it.
     """
@@ -255,6 +254,6 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
 def _simplest(
     band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[str, ...]
 ) -> "Band | MaskFunction":
-    """Return only the band if the program always returns True and there are no tensors."""
+    """Return a MaskFunction, or only its band if the program always returns True and reads no tensors."""
     says_nothing = program.text.endswith("return True") and not tensors
     return band if says_nothing else MaskFunction(band, program, tensors, dims=dims)

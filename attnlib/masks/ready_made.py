@@ -1,8 +1,8 @@
 """Ready-made mask functions, a few lines each; combine them with ``&``, ``|`` and ``~``.
 
 All indices are storage indices, as in :class:`attnlib.Mask`. Put the tensors on the device of the call. A
-call raises ValueError if the sizes of a tensor do not match; if the lengths are known only on the device, it
-does so only with ``ATTNLIB_CHECK=1``.
+call raises ValueError if a tensor of its mask has the wrong size; if sequence lengths are known only on the
+device, the sizes are checked only with ``ATTNLIB_CHECK=1``.
 """
 
 from dataclasses import replace
@@ -21,7 +21,8 @@ from .function import MaskFunction, RetainedKeys
 def documents(numbers: Tensor) -> MaskFunction:
     """Return the mask of packed documents: a query sees only the keys of its own document.
 
-    ``numbers`` int ``[b, t]`` is the document number of each token. Columns beyond ``t`` are never read.
+    ``numbers`` int ``[b, t]`` is the document number of each token; columns after those of the ``t`` keys are
+    ignored.
 
     >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) & CAUSAL
     MaskFunction(band=Mask(left=None, right=0, prefix=0), ...
@@ -32,11 +33,11 @@ def documents(numbers: Tensor) -> MaskFunction:
 
 @kind
 def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
-    """Return the :func:`documents` mask of one packed sequence ``[1, tokens]``, from document offsets.
+    """Return the :func:`documents` mask of one packed row ``[1, tokens]``, given the document offsets.
 
     ``cu_seqlens`` int ``[n + 1]`` holds the offsets, which start at 0. A dense call with this mask runs as
-    :func:`attnlib.varlen_attention` if nothing else depends on positions in the row: no other function,
-    ALiBi, dropout, ``key_starts`` or ``key_ends``.
+    :func:`attnlib.varlen_attention`, unless it also uses another function, ALiBi, dropout, ``key_starts`` or
+    ``key_ends``: their results depend on positions in the row.
     """
     _check("cu_seqlens", cu_seqlens, 1)
     at = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
@@ -44,13 +45,13 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
     ends = (
         cu_seqlens[1:].clamp(max=tokens),
         cu_seqlens.new_full((1,), tokens),
-    )  # the last section holds the tokens after the last document
+    )  # tokens after the last document form a section of their own
     return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 
 @kind
 def prefix_lm(lengths: Tensor) -> MaskFunction:
-    """Return the prefix-LM mask: all queries see the whole prompt, and the other keys causally.
+    """Return the prefix-LM mask: all queries see the whole prompt, and attention is causal after it.
 
     ``lengths`` int ``[b]`` is the prompt length of each sequence.
     """
@@ -67,7 +68,7 @@ def dilated(step: int) -> MaskFunction:
 
 @kind
 def global_tokens(count: int) -> MaskFunction:
-    """Return the mask in which the first ``count`` tokens see all keys, and all queries see them.
+    """Return the mask in which the first ``count`` tokens see all keys, and all queries see these tokens.
 
     Combined with a window, this is Longformer attention (Beltagy et al., 2020, arXiv 2004.05150).
 
@@ -80,10 +81,10 @@ def global_tokens(count: int) -> MaskFunction:
 
 @kind
 def attention_sinks(count: int, window: int) -> AnyMask:
-    """Return the StreamingLLM mask: the last ``window`` keys and the first ``count`` keys, causally.
+    """Return the causal StreamingLLM mask, which shows the last ``window`` keys and the first ``count`` keys.
 
-    A paged cache retains both for layers with this mask, and frees the pages in between (Xiao et al., 2023,
-    arXiv 2309.17453).
+    For layers with this mask, a paged cache frees the pages between the first and the last keys (Xiao et al.,
+    2023, arXiv 2309.17453).
     """
     check_count("count", count, least=1)
     both = sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
@@ -113,7 +114,7 @@ def bidirectional_spans(numbers: Tensor) -> MaskFunction:
 def head_windows(windows: Tensor) -> MaskFunction:
     """Return a causal mask with one window per query head.
 
-    Head ``h`` sees the last ``windows[h]`` keys, the query's own included; ``windows`` is int ``[h]``.
+    Head ``h`` sees the last ``windows[h]`` keys, the query's own key included; ``windows`` is int ``[h]``.
     """
     _check("windows", windows, 1)
     return CAUSAL & replace(mask_mod(lambda b, h, i, j, window: i - j < window[h], windows), dims=("h",))
@@ -123,9 +124,9 @@ def head_windows(windows: Tensor) -> MaskFunction:
 def tree(shown: Tensor) -> MaskFunction:
     """Return the mask of a draft tree, for speculative decoding.
 
-    Every query sees all tokens stored before this step. Among the tokens of this step, query ``i`` sees key
-    ``j`` if ``shown[i, j]``. ``shown`` bool ``[tokens, tokens]`` marks the ancestors of each draft token and
-    the token itself.
+    Every query sees all tokens that were stored before the current step. Among the tokens of this step, query
+    ``i`` sees key ``j`` if ``shown[i, j]`` is True. Row ``i`` of ``shown`` bool ``[tokens, tokens]`` marks
+    draft token ``i`` and its ancestors in the tree.
     """
     _check("shown", shown, 2, torch.bool)
 
@@ -139,8 +140,8 @@ def tree(shown: Tensor) -> MaskFunction:
 def used(queries: Tensor, keys: Tensor) -> MaskFunction:
     """Return the causal mask of the first ``queries[b]`` rows over the first ``keys[b]`` keys.
 
-    ``queries`` and ``keys``, int ``[b]`` each, are flash-attn's ``seqused_q`` and ``seqused_k``. The last of
-    these rows sees the last of these keys; rows beyond see nothing.
+    ``queries`` and ``keys``, int ``[b]`` each, are flash-attn's ``seqused_q`` and ``seqused_k``. In sequence
+    ``b``, row ``queries[b] - 1`` sees all ``keys[b]`` keys; later rows see no key.
     """
     _check("queries", queries, 1)
     _check("keys", keys, 1)
@@ -156,16 +157,16 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
 def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     """Return the block-sparse mask that shows the key blocks listed in ``indices``.
 
-    ``indices`` int ``[b, h, query blocks, n]`` lists ``n`` key blocks per query block; -1 is an empty slot,
-    and ``h`` may be 1. Blocks have ``block_size`` tokens. Query blocks count from the call's first row, key
-    blocks from key 0, and ``keys`` is the number of keys. Native sparse attention (Yuan et al., 2025, arXiv
+    ``indices`` int ``[b, h, query blocks, n]`` lists up to ``n`` key blocks per query block, padded with -1;
+    ``h`` may be 1. Blocks have ``block_size`` tokens. Query blocks start at the call's first row, key blocks
+    at key 0, and ``keys`` is the number of keys. Native sparse attention (Yuan et al., 2025, arXiv
     2502.11089) and MoBA (Lu et al., 2025, arXiv 2502.13189) select keys in this way.
     """
     _check("indices", indices, 4)
     check_count("block_size", block_size, least=1)
     check_count("keys", keys, least=1)
     blocks = -(-keys // block_size)
-    # One extra block, always hidden: for the slots of -1 and for keys beyond the last block.
+    # An extra block that is always hidden receives the entries of -1 and the keys after the last block.
     shown = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     known = (indices >= 0) & (indices < blocks)
     shown.scatter_(3, torch.where(known, indices, blocks).long(), True)
@@ -183,8 +184,8 @@ def mask_tensor(shown: Tensor) -> MaskFunction:
     """Return the mask that a bool tensor ``[b, h, s, t]`` describes: True where a key is visible.
 
     Any dimension may be 1. Row 0 is the call's first query. Packed calls accept a larger tensor, and compare
-    it with ``max_seqlen_q`` and ``max_seqlen_k`` if these are given. Calls over a cache accept any ``t`` of
-    at least ``s``. Lengths that are known only on the device are compared only with ``ATTNLIB_CHECK=1``.
+    its size with ``max_seqlen_q`` and ``max_seqlen_k`` if these are given. Calls over a cache accept any
+    ``t >= s``. Lengths that are known only on the device are checked only with ``ATTNLIB_CHECK=1``.
     """
     _check("shown", shown, 4, torch.bool)
     batch, heads, rows, columns = which = [varies(size) for size in shown.shape]

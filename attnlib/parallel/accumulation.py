@@ -1,11 +1,11 @@
-"""Accumulators of partial attention: outputs and gradients of all tokens, in fp32 (fp64 for fp64 inputs)."""
+"""Accumulators that sum up partial attention results and gradients in fp32 (in fp64 for fp64 inputs)."""
 
 import torch
 from torch import Tensor
 
 
 class PartialAttention:
-    """The running output and LSE of queries over the keys seen so far."""
+    """The output and LSE of a rank's queries over all keys that have been processed so far."""
 
     def __init__(self, q: Tensor):
         self._q, self._wide = q, torch.promote_types(q.dtype, torch.float32)
@@ -16,8 +16,8 @@ class PartialAttention:
         self._width, self._dtype = v.shape[-1], v.dtype
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the output and LSE that these queries have over further keys."""
-        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result for all queries
+        """Merge in the output and LSE of some of the queries over further keys."""
+        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result covers all queries
             self.out, self.lse = out.to(self._wide), lse.to(self._wide)
             return
         self._allocate()
@@ -44,14 +44,14 @@ class PartialAttention:
 
 
 class Sum:
-    """The gradient of a tensor of tokens, summed over its parts; a single part keeps its dtype."""
+    """The sum of partial gradients of a tensor of tokens; if there is only one, it keeps its dtype."""
 
     def __init__(self, x: Tensor, wide: torch.dtype):
         self._x, self._wide = x, wide
         self._found: Tensor | None = None
 
     def add(self, tokens: slice, part: Tensor) -> None:
-        """Add the gradient of these tokens."""
+        """Add ``part``, a gradient of the tokens in the slice ``tokens``."""
         if self._found is None and part.shape == self._x.shape:
             self._found = part
         elif self._found is None:

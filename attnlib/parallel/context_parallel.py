@@ -1,4 +1,4 @@
-"""Context-parallel attention, in the form that is requested or expected to be the fastest."""
+"""Context-parallel attention: as a ring, by gathering or by heads, as requested or as estimated."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,8 +31,8 @@ FORMS = MappingProxyType({"ring": ring, "gather": gather, "heads": heads})
 class ContextParallel:
     """The ranks of a ``mesh`` that share every sequence; :func:`shard` gives each rank its tokens.
 
-    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes the form expected to be the fastest if a
-    rank receives ``bandwidth`` bytes per second. ``zigzag`` is as in :func:`shard`.
+    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``. None selects the form with the shortest estimated
+    time, if each rank receives ``bandwidth`` bytes per second. ``zigzag`` is as in :func:`shard`.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
@@ -65,10 +65,10 @@ class ContextParallel:
         """Return the output of this rank's queries ``call.q`` over all visible keys of the whole sequence.
 
         ``call`` holds this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed
-        ``[tokens here, h, d]``. Its packing, bounds and other options are those of the whole sequence; its
-        origin may give the number of the first head here. With a ``source``, k and v of the call are None.
-        ``name`` is the name of a backend. For dropout without a seed, every rank draws a seed from torch's
-        generator, which must be in the same state on all ranks.
+        ``[tokens here, h, d]``. Its packing, bounds and other options describe the whole sequence; its origin
+        may give the number of this rank's first head. If a ``source`` supplies keys and values, k and v of
+        the call are None. ``name`` is the name of a backend. For dropout without a seed, every rank draws one
+        from torch's generator, which must be in the same state on all ranks.
 
         Raises:
             ValueError: the tensors are not shards of one sequence, or the ranks cannot share the heads.
@@ -88,7 +88,7 @@ class ContextParallel:
 
 
 def _validated(call: Call, tokens: int) -> Call:
-    """Compare tensors of mask and score functions with the whole sequence; return the call for its parts."""
+    """Check tensors of mask and score functions against the whole sequence; return a call for its parts."""
     call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
     mask, function = call.mask, call.score.function
     score = (

@@ -1,4 +1,4 @@
-"""Cost estimates of context parallelism: which form is fastest, given what ranks send and compute."""
+"""Cost estimates of context parallelism, to choose between a ring, gathering and sharing heads."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,16 @@ from .heads import unshared
 from .sharding import Sharing
 from .source import KeyValueSource
 
-NVLINK = 300e9  # bytes per second that a rank receives from other ranks of its host
-FLOPS = 500e12  # FLOPs per second of attention in 16 bits
-MEMORY = 3e12  # bytes per second read from or written to GPU memory
+NVLINK = 300e9  # bytes per second that a GPU receives from other GPUs of its host
+FLOPS = 500e12  # FLOPs per second that 16-bit attention is assumed to reach
+MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
 
 
 class Costs(NamedTuple):
-    """The selected form, and for every possible form the bytes received and the seconds of one forward."""
+    """The selected form of context parallelism, and the estimated cost of one forward in each form.
+
+    The cost is given as the bytes that a rank receives, and as the seconds that the forward takes.
+    """
 
     form: str
     ranks: int
@@ -32,9 +35,10 @@ class Costs(NamedTuple):
 def costs_of(
     call: Call, sharing: Sharing, source: KeyValueSource, *, form: str | None, bandwidth: float
 ) -> Costs:
-    """Return the costs of all forms that these heads allow; ``form=None`` selects the fastest.
+    """Return the costs of all forms of context parallelism that the head counts allow.
 
-    A ring sends while it computes, and merges outputs in fp32 after every step but the first.
+    ``form=None`` selects the fastest form. A ring sends while it computes, and merges outputs in fp32 after
+    every step but the first.
     """
     q, others, k, v = call.q, sharing.ranks - 1, *_shapes(call, source)
     tokens, heads, width = q.shape[:-2].numel(), q.shape[-2], v[-1]

@@ -6,34 +6,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Each function has one name since torch 2.13 and another one before.
+# torch 2.13 renamed both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x of every rank of a group, ``[ranks, ...]`` (all-gather)."""
+    """All-gather: return the tensors x of all ranks in a group, stacked as ``[ranks, ...]``."""
     out = x.new_empty((group.size(), *x.shape))
     _all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of this rank's part of x ``[ranks, ...]`` (reduce-scatter)."""
+    """Reduce-scatter: sum x ``[ranks, ...]`` over all ranks, and return this rank's part of the sum."""
     own = x.new_empty(x.shape[1:])
     _reduce_scatter(own, x.contiguous().flatten(0, 1), group=group)
     return own
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part ``r`` of x ``[ranks, ...]`` to rank ``r``, and return the parts received (all-to-all)."""
+    """All-to-all: send part ``r`` of x ``[ranks, ...]`` to rank ``r``, and return the parts received."""
     out = x.new_empty(x.shape)
     dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
 class Passing:
-    """A transfer in progress: tensors go to the next rank of a ring, and others come from the previous one.
+    """A transfer in progress from every rank of a ring to the next one.
 
     The rank can compute in the meantime.
     """
@@ -50,16 +50,16 @@ class Passing:
             self._works = dist.batch_isend_irecv([*sends, *receives])
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors of the previous rank, and return them."""
+        """Wait until the tensors of the previous rank have arrived, and return them."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield each rank's number and tensors once, starting with this rank.
+    """Pass tensors around a ring; yield each rank's number and its tensors once, starting with this rank.
 
-    The next tensors travel while the caller uses the current ones.
+    While the caller uses the tensors of one rank, the next rank's tensors are already on their way.
     """
     held = tensors
     for step in range(group.size()):

@@ -33,16 +33,16 @@ def context_attention(
 ) -> Tensor:
     """Run :func:`attnlib.attention` on a sequence that is sharded over the ranks of a mesh.
 
-    q ``[b, tokens here, h, d]``, k and v are this rank's tokens, as :func:`shard` gives them, and so is the
-    output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes the form expected to be the
-    fastest, which :func:`attnlib.explain` reports without the other ranks. ``options`` are those of
+    q ``[b, tokens here, h, d]``, k and v hold this rank's tokens, as :func:`shard` returns them, and so does
+    the output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``. None selects the form with the shortest
+    estimated time; :func:`attnlib.explain` reports it on one rank alone. ``options`` are the options of
     :func:`attnlib.attention`. They describe the whole sequence and must be the same on every rank.
 
     For packed sequences, pass ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen`` if you know it. q, k and v
     are then ``[tokens here, h, d]``: shards of a pack whose sequences begin at these offsets.
 
-    The gradients of sinks, slopes and the tensors of score functions only cover this rank's queries, or its
-    heads; add them up over the ranks.
+    Gradients of sinks, ALiBi slopes and the tensors of score functions only cover this rank's queries or
+    heads, so sum them over the ranks.
 
     Raises:
         ValueError, TypeError: as :func:`attnlib.attention` does; also if the tensors are not shards of one
@@ -68,7 +68,7 @@ def ring_attention(
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """Run :func:`context_attention` with all keys and values on every rank: best for few KV heads."""
+    """Run :func:`context_attention` by gathering all keys and values on every rank; best for few KV heads."""
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="gather", zigzag=zigzag, **options)
 
 
@@ -76,16 +76,16 @@ def gather_attention(
 def head_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """Run :func:`context_attention` with some heads of all tokens on every rank (DeepSpeed-Ulysses).
+    """Run :func:`context_attention` so that every rank computes some heads over all tokens.
 
-    With many KV heads, this sends less than gathering all keys and values. The number of ranks must divide
-    the number of heads (Jacobs et al., 2023, arXiv 2309.14509).
+    This is DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509). With many KV heads, it sends less than
+    gathering all keys and values. The number of ranks must divide the numbers of query and KV heads.
     """
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="heads", zigzag=zigzag, **options)
 
 
 def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, Any]) -> Call:
-    """Return this rank's call; its options describe the whole sequence."""
+    """Return the call with this rank's tensors and with the options, which describe the whole sequence."""
     strange = sorted({*options} - {*OPTIONS})
     if strange:
         named = ("q", "k", "v", "mask", "mesh", "form", "zigzag")

@@ -1,4 +1,4 @@
-"""Gather form: every rank gathers all keys and values, and computes the queries of its own tokens."""
+"""Context parallelism by gathering: every rank gets all keys and values, and computes its own queries."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source:
 
 
 def _whole(x: Tensor, sharing: Sharing, dim: int, *, explain_only: bool) -> Tensor:
-    """Return x of all ranks; if a call is only explained, a placeholder of the same shape."""
+    """Return x gathered from all ranks, or a placeholder of that shape if the call is only explained."""
     if explain_only:
         return x.narrow(dim, 0, 1).expand(*x.shape[:dim], x.shape[dim] * sharing.ranks, *x.shape[dim + 1 :])
     return unshard(x, sharing.mesh, dim=dim, zigzag=sharing.zigzag)

@@ -1,7 +1,7 @@
-"""Head form: every rank computes some heads of all tokens.
+"""Context parallelism by heads: every rank computes attention for some of the heads, over all tokens.
 
-Ranks exchange tokens for heads before attention, and exchange them back after it: DeepSpeed-Ulysses (Jacobs
-et al., 2023, arXiv 2309.14509).
+Before attention, ranks exchange their tokens of all heads for all tokens of their own heads; after attention,
+they exchange the outputs back. This is DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509).
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .source import KeyValueSource
 
 
 def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
-    """Return the reasons why these ranks cannot share these heads; empty if they can."""
+    """Return why ``ranks`` ranks cannot divide the heads evenly; the list is empty if they can."""
     named = {"q": q_heads, "k": kv_heads}
     return [
         f"{x}: expected heads that {ranks} ranks can share, got {n}" for x, n in named.items() if n % ranks
@@ -26,10 +26,10 @@ def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
 
 
 def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """Return the output of this rank's tokens; each rank computes its share of the heads.
+    """Return the attention output of this rank's tokens, while each rank computes some of the heads.
 
     Raises:
-        ValueError: ranks cannot share the heads evenly.
+        ValueError: the ranks cannot divide the heads evenly.
     """
     q, (k, v) = call.q, source.expand(*source.tensors)
     if reasons := unshared(q.shape[-2], k.shape[-2], sharing.ranks):
@@ -50,17 +50,17 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
 def _origin(call: Call, first: int) -> Origin:
     """Return the call's origin, moved to this rank's first head if mask, score or dropout depend on the head.
 
-    Otherwise the origin stays as it is, since kernels for a specific chip only take calls without an origin.
+    Otherwise the origin does not change, since kernels for a specific chip only accept calls without one.
     """
     counts = bool(call.dropout.p) or call.score.function is not None or not isinstance(call.mask, Mask)
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
 
 
 class _ExchangeHeads(torch.autograd.Function):
-    """The autograd function of the exchange between tokens and heads, in either direction.
+    """The exchange between sharding by tokens and sharding by heads, as an autograd function.
 
-    Forward, this rank's tokens of all heads become all tokens of this rank's heads (``to_heads=True``), or
-    the reverse. Gradients take the opposite direction.
+    With ``to_heads=True`` the forward turns this rank's tokens of all heads into all tokens of this rank's
+    heads; otherwise it does the reverse. Gradients take the opposite direction.
     """
 
     @staticmethod
@@ -79,19 +79,19 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 
     The input is ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``.
     """
-    # [ranks, tokens here, b (if any), h, d]
+    # The shape of by_rank is [ranks, tokens here, b (if any), h, d].
     by_rank = x.unflatten(-2, (sharing.ranks, -1)).movedim((-3, -4), (0, 1))
     return joined(exchanged(by_rank, sharing.group), zigzag=sharing.zigzag).movedim(0, -3)
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads."""
-    # [ranks, tokens here, b (if any), h, d]
+    # The shape of by_rank is [ranks, tokens here, b (if any), h, d].
     by_rank = sharded(x.movedim(-3, 0), sharing.ranks, zigzag=sharing.zigzag)
     return exchanged(by_rank, sharing.group).movedim((1, 0), (-4, -3)).flatten(-3, -2)
 
 
 def _placeholder(x: Tensor, ranks: int) -> Tensor:
-    """Return a placeholder with the shape of all tokens of this rank's heads."""
+    """Return a tensor of zeros with the shape that x has after the exchange to heads, to explain a call."""
     *batch, tokens, heads, width = x.shape
     return x.new_zeros(1).expand(*batch, tokens * ranks, heads // ranks, width)

@@ -1,7 +1,7 @@
-"""Pieces of attention over a sharded sequence: calls on some of its queries and some of its keys.
+"""Pieces of attention over a sharded sequence: attention calls on some of its queries and some of its keys.
 
-A piece gives its queries the same result over its keys as the whole call. Its queries are contiguous in the
-whole sequence (or pack), and so are its keys.
+A piece treats each pair of a query and a key exactly as attention over the whole sequence would. The queries
+of a piece are contiguous in the whole sequence (or pack of sequences), and so are its keys.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def whole_of(call: Call) -> Call:
 
 
 def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
-    """Return the range within ``keys`` that the mask's band shows to these queries; it may be empty."""
+    """Return the part of ``keys`` that the band of the mask shows to ``queries``; it may be empty."""
     band = call.mask.band
     if call.packing is not None and band.prefix:  # each packed sequence has its own prefix
         return keys
@@ -43,11 +43,11 @@ def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
 
 
 def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, keys: TokenRange) -> Call:
-    """Return the call of these queries over these keys; ``call`` describes the whole sequence."""
+    """Return a call of some queries over some keys; ``call`` describes attention over the whole sequence."""
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
         piece = piece._replace(**_bounds(call, keys))
-        # A call takes its queries for the last of its keys; the origin moves them to their own indices.
+        # A call aligns its last query with its last key; the origin moves the queries to their own indices.
         first_query = queries.start - (keys.size - queries.size)
         origin = Origin(queries.end - keys.end, 0) if _is_relative(call) else Origin(first_query, keys.start)
     else:
@@ -58,7 +58,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
             and call.score.alibi_slopes is None
         ):
             return piece._replace(mask=FULL, origin=call.origin)
-        if queries.end == keys.end:  # the last query is at the last key, as in any call
+        if queries.end == keys.end:  # aligned at the end, as in the whole call
             return piece._replace(origin=call.origin)
         if call.packing is None and call.score.alibi_slopes is None:
             return piece._replace(mask=call.mask.shift(queries.end - keys.end), origin=call.origin)
@@ -72,20 +72,20 @@ def _is_relative(call: Call) -> bool:
 
 
 def _bounds(call: Call, keys: TokenRange) -> dict[str, Tensor | None]:
-    """Return the bounds of visible keys, counted from the first of these keys."""
+    """Return the call's bounds of visible keys, counted from the first key of the range ``keys``."""
     bounds = {"key_starts": call.key_starts, "key_ends": call.key_ends}
     return {name: None if x is None else (x - keys.start).clamp(0, keys.size) for name, x in bounds.items()}
 
 
 def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, Origin]:
-    """Return the packed call of a piece, with its part of every sequence, and the origins of these parts.
+    """Return a piece of a packed call, and the origins of the parts of sequences that it contains.
 
-    Most of the parts are empty.
+    A piece contains a part of every sequence; most of these parts are empty.
     """
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
     limits = (None if limit is None else min(limit, x.size) for x in (queries, keys))
-    # Start and end of each sequence's part of the range, counted from the start of the sequence.
+    # Compute where each sequence's part of the range starts and ends, counted from its first token.
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
@@ -97,11 +97,11 @@ def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, O
     return piece._replace(packing=Packing(cu_q, cu_k, *limits)), Origin(*origin)
 
 
-NOTHING = slice(0, 0)  # no keys
+NOTHING = slice(0, 0)
 
 
 class Piece(NamedTuple):
-    """A call, and the slices of this rank's queries and of another rank's keys that it has."""
+    """A call, with the slice of this rank's queries and the slice of another rank's keys that it takes."""
 
     call: Call
     queries: slice
@@ -111,16 +111,16 @@ class Piece(NamedTuple):
 def pieces_of(
     call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[TokenRange], held: list[TokenRange]
 ) -> Iterator[Piece]:
-    """Yield the fewest calls that cover a rank's queries over the keys and values of a rank.
+    """Yield the fewest calls that compute attention of one rank's queries over one rank's keys and values.
 
-    ``own`` are the token ranges of q, and ``held`` those of k and v. Pieces of the same queries have
-    different keys.
+    ``own`` lists the token ranges that q holds, and ``held`` those that k and v hold. No two pieces cover the
+    same pair of query and key.
     """
     dim, are_plain = q.dim() - 3, _is_plain(call)
     every = slice(0, k.shape[dim])
     if (
         are_plain and own == held and call.mask.is_causal_among(0, own[-1].end)
-    ):  # local order is the order in the whole sequence, so one causal call is enough
+    ):  # tokens are in their original order, so one causal call is enough
         yield Piece(call._replace(q=q, k=k, v=v), every, every)
         return
 
@@ -151,9 +151,10 @@ def pieces_of(
 def _whole_keys(
     call: Call, queries: TokenRange, held: list[TokenRange], columns: list[slice]
 ) -> slice | None:
-    """Return the slice of a rank's keys that these queries see entirely, if they see no others.
+    """Return the slice of a rank's keys that these queries see entirely, if they see no other keys.
 
-    The result is None if they see some keys in part, or if the keys that they see are not contiguous.
+    The result is None if a token range in ``held`` is only partly visible, or if the visible ranges are not
+    adjacent.
     """
     whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
     others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
@@ -171,6 +172,6 @@ def _is_plain(call: Call) -> bool:
 
 
 def _slices(ranges: list[TokenRange]) -> list[slice]:
-    """Return the local slices of tokens that are stored one range after another."""
+    """Return the slice that each token range takes in a tensor that stores the ranges one after another."""
     ends = [*accumulate((x.size for x in ranges), initial=0)]
     return [slice(*pair) for pair in pairwise(ends)]

@@ -1,7 +1,7 @@
-"""Ring form: keys and values travel around the ranks; each rank computes with those that it holds.
+"""Ring attention: keys and values travel around the ranks, and each rank attends to those that it holds.
 
-Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). The next block travels while the rank
-computes with the current one. The backward sends the blocks around again, together with the gradients summed
+See Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889. While a rank computes with one block of keys and values,
+it receives the next block. The backward sends the blocks around again, together with their gradients summed
 so far.
 """
 
@@ -23,7 +23,7 @@ from .source import Expand, KeyValueSource
 
 
 def ring(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """Return the output of this rank's queries over the keys that travel past it."""
+    """Return the attention of this rank's queries over the keys and values of all ranks."""
     score, function = call.score, call.score.function
     captured = () if function is None else function.tensors
     plan = _Ring(whole_of(call), sharing, name, source.expand, len(captured), len(source.tensors))
@@ -45,7 +45,7 @@ class _Given(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """A ring call without the tensors that may need a gradient."""
+    """Everything about a ring call except the tensors that may need a gradient."""
 
     call: Call
     sharing: Sharing
@@ -55,12 +55,15 @@ class _Ring(NamedTuple):
     travelling: int
 
     def parts(self, q: Tensor, slopes: Tensor | None, sinks: Tensor | None, *rest: Tensor) -> _Given:
-        """Split the flat list of tensors into its groups."""
+        """Group the flat list of tensors that the autograd function takes."""
         at, end = self.captured, self.captured + self.travelling
         return _Given(q, slopes, sinks, rest[:at], rest[at:end], rest[end:])
 
     def pieces(self, given: _Given, k: Tensor, v: Tensor, rank: int) -> list[Piece]:
-        """Return the calls of this rank's queries over the keys and values of a rank, without sinks."""
+        """Return the calls in which this rank's queries attend to the keys and values of rank ``rank``.
+
+        Sinks are left out, since only the final result includes them.
+        """
         score = self.call.score._replace(alibi_slopes=given.slopes, sinks=None)
         if score.function is not None:
             score = score._replace(function=score.function.reading(given.captured))
@@ -69,7 +72,7 @@ class _Ring(NamedTuple):
         return list(pieces_of(self.call._replace(score=score), given.q, k, v, own, held))
 
     def explain(self, *given: Tensor | None) -> Tensor:
-        """Explain every call without computing it, and return zeros in the shape of the output."""
+        """Explain every backend call of the ring without running it; return zeros in the output's shape."""
         parts = self.parts(*given)
         k, v = self.expand(*parts.travelling)
         for rank in range(self.sharing.ranks):
@@ -79,7 +82,7 @@ class _Ring(NamedTuple):
 
 
 class _RingAttention(torch.autograd.Function):
-    """The autograd function of a ring; it only saves this rank's tokens for the backward."""
+    """Ring attention as an autograd function, which saves only this rank's tokens for the backward."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Ring, *tensors: Tensor | None) -> Tensor:
@@ -106,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _LocalGradients:
-    """The gradients of this rank's queries and of its score tensors, summed over pieces."""
+    """The gradients of tensors that stay on this rank (q and those of the score), summed over pieces."""
 
     def __init__(self, given: _Given, wide: torch.dtype):
         self.q, self.captured = Sum(given.q, wide), [_zeros(x, wide) for x in given.captured]
@@ -122,7 +125,7 @@ class _LocalGradients:
 
 
 def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
-    """Return the gradients of all given tensors, in their order."""
+    """Return the gradients of the tensors in ``given``, in the same order."""
     wide, last = lse.dtype, plan.sharing.ranks - 1
     sums, weight_gradients, back = (
         _LocalGradients(given, wide),
@@ -159,10 +162,10 @@ def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tenso
 def _add_gradients(
     arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None
 ) -> list[Tensor]:
-    """Add this rank's gradients to those that have arrived.
+    """Add this rank's gradients of a block to the sum that has arrived from the previous rank.
 
-    The sum is in ``wide``; None means that the next hop is the last, so the sum is rounded to its final
-    dtype.
+    The sum has the dtype ``wide``. None means that only the last hop remains, so the sum is rounded to the
+    final dtype of the gradients.
     """
     if wide is None:
         return [(x + y).to(y.dtype) for x, y in zip(arrived, own, strict=False)]
@@ -174,7 +177,7 @@ def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
-    """Return the gradient of the sinks: each sink is a key whose value is zero."""
+    """Return the gradient of the sinks (logits in the softmax), each treated as a key whose value is zero."""
     if sinks is None:
         return None
     delta = (out.to(lse.dtype) * dout).sum(-1).mT
@@ -183,6 +186,6 @@ def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor
 
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
-    """Return a context manager factory that gives the backward the current autocast state."""
+    """Return a factory of context managers in which the backward runs with the autocast state of now."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype=dtype, enabled=enabled)

@@ -1,8 +1,8 @@
 """Token sharding: which tokens of a sequence each rank has, and how to join them again.
 
-In zigzag order over ``n`` ranks, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``. Under a
-causal mask early queries see few keys and late queries see many, so this gives every rank the same amount of
-work. Without zigzag, rank ``r`` has chunk ``r`` of ``n``.
+Zigzag order splits a sequence into ``2 n`` chunks for ``n`` ranks, and rank ``r`` gets the chunks ``r`` and
+``2 n - 1 - r``. Under a causal mask early queries see few keys and late queries see many, so this gives every
+rank the same amount of work. Without zigzag there are ``n`` chunks, and rank ``r`` gets chunk ``r``.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks of a one-dimensional mesh that share a sequence, and the order of their tokens."""
+    """The ranks of a one-dimensional mesh that share a sequence, and how its tokens are ordered on them."""
 
     mesh: "DeviceMesh"
     zigzag: bool
@@ -46,16 +46,16 @@ class Sharing:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
+        """The number of this rank within the mesh."""
         return self.mesh.get_local_rank()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of these ranks."""
+        """The process group of the ranks that share a sequence."""
         return self.mesh.get_group()
 
     def ranges(self, rank: int, tokens: int) -> list[TokenRange]:
-        """Return a rank's token ranges in the whole sequence, in the order in which the rank stores them.
+        """Return the token ranges that a rank holds, as positions in the whole sequence, in storage order.
 
         ``tokens`` is the number of tokens on each rank.
         """
@@ -65,9 +65,9 @@ class Sharing:
 
 @kind
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """Return this rank's tokens of x, which every rank holds as a whole; ``dim`` is the token dimension.
+    """Return this rank's tokens of x; every rank must pass the whole tensor, with tokens in ``dim``.
 
-    Shard position ids in the same way.
+    If you pass position ids, shard them in the same way.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
@@ -93,7 +93,7 @@ def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True)
 
 
 class _Whole(torch.autograd.Function):
-    """The autograd function of :func:`unshard`, for ``[tokens here, ...]``."""
+    """The autograd function of :func:`unshard`, for tensors with tokens in the first dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, zigzag: bool) -> Tensor:
@@ -106,12 +106,12 @@ class _Whole(torch.autograd.Function):
 
 
 def sharded(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
-    """Reorder x ``[tokens, ...]`` into shards ``[ranks, tokens of a rank, ...]``."""
+    """Split a whole sequence ``[tokens, ...]`` into shards ``[ranks, tokens of a rank, ...]``."""
     return torch.cat(sum(_chunks(x, ranks, zigzag=zigzag), ())).unflatten(0, (ranks, -1))
 
 
 def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
-    """Reorder shards ``[ranks, tokens of a rank, ...]`` into ``[tokens, ...]``."""
+    """Join shards ``[ranks, tokens of a rank, ...]`` into a whole sequence ``[tokens, ...]``."""
     if not zigzag:
         return parts.flatten(0, 1)
     if parts.shape[1] % 2:
@@ -123,7 +123,7 @@ def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
 
 
 def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
-    """Split x ``[tokens, ...]`` into chunks, and return the chunks of each rank."""
+    """Split a sequence ``[tokens, ...]`` into chunks, and return a tuple of chunks for each rank."""
     count = 2 * ranks if zigzag else ranks
     if x.shape[0] % count:
         raise ValueError(
@@ -134,6 +134,6 @@ def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
 
 
 def starts_of(rank: int, ranks: int, tokens: int, *, zigzag: bool) -> list[int]:
-    """Return the start of each of a rank's chunks in a sequence of ``tokens`` tokens."""
+    """Return where a rank's one or two chunks start in a sequence of ``tokens`` tokens."""
     size = tokens // (2 * ranks if zigzag else ranks)
     return [rank * size, (2 * ranks - 1 - rank) * size] if zigzag else [rank * size]

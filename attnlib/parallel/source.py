@@ -1,4 +1,4 @@
-"""Sources of keys and values: the tensors that ranks send, and their expansion to keys and values."""
+"""Sources of keys and values: the tensors that ranks send each other, and how to expand them into k and v."""
 
 from collections.abc import Callable
 
@@ -10,5 +10,5 @@ Expand = Callable[..., tuple[Tensor, Tensor]]
 
 
 def source_of(k: Tensor, v: Tensor) -> KeyValueSource:
-    """Return a source that sends keys and values as they are."""
+    """Return the source for which ranks send k and v themselves, so that nothing needs expanding."""
     return KeyValueSource((k, v), lambda k, v: (k, v))

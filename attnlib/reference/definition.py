@@ -1,4 +1,4 @@
-"""The definition of attention for one sequence: a query only touches the keys that it sees."""
+"""The definition of attention for one sequence, in which a query only reads the keys that it sees."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def attend(
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of one sequence.
+    """Compute attention for one sequence; return output ``[s, h, e]`` and natural-log LSE ``[h, s]``.
 
     The inputs are q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]``. The steps are, in this order:
 
@@ -30,8 +30,8 @@ def attend(
     - ``sinks`` ``[h]`` join the softmax as logits without a value.
     - ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout).
 
-    The computation is in fp32, or fp64 for fp64 inputs, one query at a time, and only touches the keys that
-    the query sees. A hidden key can therefore reach neither an output nor a gradient.
+    The computation is in fp32, or in fp64 for fp64 inputs, one query at a time. It only reads the keys that
+    the query sees, so hidden keys affect neither the output nor a gradient.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
@@ -58,7 +58,7 @@ def attend(
             torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1)
         )
     if not out:
-        # An empty tensor that depends on all inputs, for autograd.
+        # This sum of empty tensors makes autograd see that the output depends on all inputs.
         zero = queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()
         return zero[..., None].expand(-1, -1, v.shape[-1]).to(q.dtype), zero.mT
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
@@ -67,7 +67,7 @@ def attend(
 def _logsumexp(x: Tensor) -> Tensor:
     """Return ``log(sum(exp(x)))`` over the last dimension.
 
-    The result is -inf, with zero gradient, if there are no elements or all of them are -inf.
+    If there are no elements, or all are -inf, the result is -inf and its gradient is zero.
     """
     if not x.shape[-1]:
         return x.sum(-1) - torch.inf

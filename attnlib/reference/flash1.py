@@ -1,10 +1,10 @@
 """FlashAttention as first published, forward and backward.
 
-Dao, Fu, Ermon, Rudra and Re, 2022, arXiv 2205.14135. The outer loop runs over tiles j of keys and the inner
-one over tiles i of queries. Every inner step therefore reads and writes the data of its queries again: the
-output and its statistics, and dQ in the backward. Tiles whose pairs are all hidden are skipped, as in the
-block-sparse algorithm 5. Notation: the paper's m is our c, l is pi, D_i is u_i, and B_r and B_c are ``rows``
-and ``columns``.
+See Dao, Fu, Ermon, Rudra and Re, 2022, arXiv 2205.14135. The outer loop runs over tiles j of keys and the
+inner loop over tiles i of queries. Every inner step therefore reads and writes data of its queries again: the
+output and its statistics in the forward, and dQ in the backward. Tiles in which all pairs are hidden are
+skipped, as in the paper's block-sparse algorithm 5. Notation: the paper's m is our c, l is pi, D_i is u_i,
+and B_r and B_c are ``rows`` and ``columns``.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .traffic import SlowMemory, tiles
 
 
 class Flash1Saved(NamedTuple):
-    """Tensors that the forward saves for the backward: q, k, v, the output o, and c and pi of every row."""
+    """The tensors that the backward needs: q, k, v, the output o, and the statistics c and pi of each row."""
 
     q: Tensor
     k: Tensor
@@ -29,7 +29,7 @@ class Flash1Saved(NamedTuple):
 
 
 def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
-    """Return rows and columns for ``on_chip`` elements of fast memory: four tiles of about a quarter each.
+    """Return the rows and columns of tiles, four of which fill a fast memory of ``on_chip`` elements.
 
     >>> tile_sizes(49_152, 64)
     (64, 192)
@@ -41,7 +41,7 @@ def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2).
+    """Return output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2 of the paper).
 
     The LSE is c + log pi.
     """
@@ -54,7 +54,7 @@ def forward(
         for i in pairs.seeing(j, rows):
             pi_i = pi[i]
             c[i], pi_new, alpha, p_ij = advance(c[i], pi_i, pairs.scores(q[i], k_j, i, j))
-            # The output is kept normalised: undo the old normaliser, add, apply the new one.
+            # The stored output is normalised, so undo the old normaliser, add, and apply the new one.
             total = (alpha * pi_i)[:, None] * o[i] + pairs.sum_keys(pairs.drop(p_ij, i, j), v_j, i, j)
             o[i], pi[i] = divide(total, pi_new), pi_new
     return o.tensor, c.tensor, pi.tensor
@@ -63,10 +63,10 @@ def forward(
 def backward(
     saved: Flash1Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, and recompute P tile by tile (algorithm 4).
+    """Return the gradients of q, k and v; recompute P tile by tile (algorithm 4 of the paper).
 
-    ``do`` is the gradient of the output. A row of P * dP spans several tiles, so no tile can sum it; but the
-    sum is u = rowsum(P * dP) = rowsum(dO * O).
+    ``do`` is the gradient of the output. The gradient of a score needs the row sum u = rowsum(P * dP), which
+    spans several tiles. It is computed as rowsum(dO * O) instead, which is equal.
     """
     q, k, v, o, c, pi, do = memory.inputs(*saved, do)
     dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)

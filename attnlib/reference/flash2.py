@@ -1,10 +1,10 @@
 """FlashAttention-2, forward and backward (Dao, 2023, arXiv 2307.08691).
 
-In the forward, a program owns a tile i of queries and visits the tiles j of keys, with an unnormalised output
-on chip. It saves only L = c + log pi. The backward computes P = exp(S - L), in one of two ways. With one
-pass, programs own keys and add into dQ (with atomic adds if they run at the same time). With two passes,
-every result is written once, by its owner. A program reads the tile that it owns, and only those other tiles
-that have a visible pair. Notation: the paper's D is our u, and B_r and B_c are ``rows`` and ``columns``.
+In the forward, each program processes one tile i of queries. It loops over the tiles j of keys, keeps an
+unnormalised output on chip, and saves only L = c + log pi. The backward computes P = exp(S - L), in one of
+two ways. With one pass, each program processes a tile of keys and adds to dQ (atomically if programs run at
+the same time). With two passes, every result is written once, by one program. Programs skip tiles in which no
+pair is visible. Notation: the paper's D is our u, and B_r and B_c are ``rows`` and ``columns``.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .traffic import Array, SlowMemory, tiles
 
 
 class Flash2Saved(NamedTuple):
-    """Tensors that the forward saves for the backward: q, k, v, the output o, and the LSE."""
+    """The tensors that the forward saves for the backward: q, k, v, the output o, and the LSE."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +28,7 @@ class Flash2Saved(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a pass over tiles: the forward's inputs and LSE, u, and the gradient of the output."""
+    """The inputs of a backward pass over tiles: q, k, v, the LSE, u, and the gradient of the output."""
 
     q: Array
     k: Array
@@ -41,7 +41,7 @@ class _Inputs(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor]:
-    """Return output ``[s, e]`` and LSE ``[s]`` (algorithm 1)."""
+    """Compute attention of one head; return output ``[s, e]`` and LSE ``[s]`` (algorithm 1 of the paper)."""
     q, k, v = memory.inputs(q, k, v)
     s, e = q.shape[0], v.shape[1]
     o, lse = memory.output(q, s, e), memory.scratch(q, s)
@@ -58,7 +58,7 @@ def forward(
 def backward_one_pass(
     saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, and visit each tile of pairs once (algorithm 2)."""
+    """Return the gradients of q, k and v in one pass over the tiles of pairs (algorithm 2 of the paper)."""
     q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
     dq = memory.output(q, *q.shape, fill=0.0)
@@ -69,9 +69,9 @@ def backward_one_pass(
 def backward_two_pass(
     saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, in a pass over key tiles and one over query tiles.
+    """Return the gradients of q, k and v in two passes: one over tiles of keys, one over tiles of queries.
 
-    P is computed twice.
+    Both passes compute P.
     """
     q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
@@ -98,7 +98,7 @@ def _pass_over_keys(
     *,
     add_to: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return dK and dV, each tile of keys from its owner; contributions to dQ are added to ``add_to``."""
+    """Return dK and dV, computed one tile of keys at a time; also add to dQ if it is given as ``add_to``."""
     q, k, v, lse, u, do = inputs
     dk, dv = (memory.output(x, *x.shape) for x in (k, v))
     for j in tiles(k.shape[0], columns):
@@ -117,7 +117,7 @@ def _pass_over_keys(
 
 
 def _row_sums(o: Array, do: Array, rows: int, memory: SlowMemory) -> Array:
-    """Return u = rowsum(dO * O), computed once for all tiles of keys."""
+    """Return u = rowsum(dO * O), which all tiles of keys share."""
     u = memory.scratch(o, o.shape[0])
     for i in tiles(o.shape[0], rows):
         u[i] = (do[i] * o[i]).sum(1)

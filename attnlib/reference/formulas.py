@@ -1,9 +1,9 @@
-"""Formulas for the memory traffic of each algorithm; ``SlowMemory`` counts the same, to the element.
+"""Formulas for the memory traffic of each attention algorithm; ``SlowMemory`` counts the same numbers.
 
-FlashAttention's traffic depends on its tiles only through ``TileVisits``. Without a mask it visits s * t /
-columns queries. With tiles that fill a fast memory of M elements, the forward therefore moves Theta(T**2 d**2
-/ M) elements, and standard attention Theta(T**2 + T d) (Dao et al., 2022, arXiv 2205.14135, theorem 2).
-FlashAttention moves fewer while d**2 << M.
+The traffic of FlashAttention depends on its tiles only through ``TileVisits``. Without a mask it reads s * t
+/ columns queries. If its tiles fill a fast memory of M elements, the forward moves Theta(T**2 d**2 / M)
+elements; standard attention moves Theta(T**2 + T d) (Dao et al., 2022, arXiv 2205.14135, theorem 2).
+FlashAttention therefore moves fewer elements if d**2 is much smaller than M.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .traffic import Traffic
 
 
 class ProblemSizes(NamedTuple):
-    """Sizes of one head: ``s`` queries and ``t`` keys of ``d`` channels, and values of ``e`` channels."""
+    """The sizes of one head: ``s`` queries and ``t`` keys of ``d`` channels, and values of ``e`` channels."""
 
     s: int
     t: int
@@ -21,10 +21,10 @@ class ProblemSizes(NamedTuple):
 
 
 class TileVisits(NamedTuple):
-    """Total numbers of queries and of keys in all tiles that are visited.
+    """How many queries and keys an algorithm reads in total, over all tiles of query-key pairs it processes.
 
-    ``full`` and ``causal`` are exact. Under any other mask ``full`` is an upper bound, since it counts every
-    tile.
+    The constructors ``full`` (no mask) and ``causal`` give exact numbers. For other masks, ``full`` gives an
+    upper bound, since it counts every tile.
     """
 
     queries: int
@@ -36,9 +36,10 @@ class TileVisits(NamedTuple):
 
     @classmethod
     def causal(cls, length: int, tile: int) -> "TileVisits":
-        """Return the visits of a causal mask with square tiles: n (n + 1) / 2 of them, n = length / tile.
+        """Return the visits under a causal mask with square tiles.
 
-        The sequence has as many queries as keys, and ``tile`` must divide its length.
+        With n = length / tile, n (n + 1) / 2 tiles are processed. The sequence has as many queries as keys,
+        and ``tile`` must divide its length.
         """
         if length % tile:
             raise ValueError(f"causal: expected a tile that divides length={length}, got {tile}")
@@ -47,41 +48,41 @@ class TileVisits(NamedTuple):
 
 
 def matmul(s: int, m: int, t: int, tile: int) -> Traffic:
-    """Return the traffic of ``[s, m]`` times ``[m, t]``.
+    """Return the memory traffic of a tiled product of matrices ``[s, m]`` and ``[m, t]``.
 
-    If all three sizes are n and the tile divides n, this is 2 n**3 / tile reads.
+    If all three sizes are n and the tile divides n, this is 2 n**3 / tile reads and n**2 writes.
     """
     return Traffic(_tiles(t, tile) * s * m + _tiles(s, tile) * m * t, s * t)
 
 
 def three_pass(s: int, t: int) -> Traffic:
-    """Return the traffic of the three-pass softmax: four accesses per element, and the LSE."""
+    """Return the traffic of the three-pass softmax: three reads and one write per score, and the LSE."""
     return Traffic(3 * s * t, s * t + s)
 
 
 def two_pass(s: int, t: int) -> Traffic:
-    """Return the traffic of the two-pass softmax: three accesses per element, and the LSE."""
+    """Return the traffic of the two-pass softmax: two reads and one write per score, and the LSE."""
     return Traffic(2 * s * t, s * t + s)
 
 
 def one_pass(s: int, t: int, e: int) -> Traffic:
-    """Return the traffic of the one-pass softmax times values.
+    """Return the traffic of the one-pass softmax, which also multiplies by the values.
 
-    The pass accesses each score once, and also the values, the output and the LSE.
+    It reads each score and each value once, and writes the output and the LSE.
     """
     return Traffic(s * t + t * e, s * e + s)
 
 
 def standard_forward(sizes: ProblemSizes) -> Traffic:
-    """Return the traffic of the standard forward: Q K', the softmax, and P V."""
+    """Return the traffic of the forward of standard attention: Q K', the softmax, and P V."""
     s, t, d, e = sizes
     return Traffic((s + t) * d + s * t + s * t + t * e, s * t + s * t + s * e, extra=2 * s * t)
 
 
 def standard_backward(sizes: ProblemSizes) -> Traffic:
-    """Return the traffic of the standard backward: dV, dP, dS, dQ and dK.
+    """Return the traffic of the backward of standard attention: dV, dP, dS, dQ and dK.
 
-    The scores' size is read five times and written twice.
+    Matrices as large as the scores are read five times and written twice.
     """
     s, t, d, e = sizes
     read = (s * t + s * e) + (s + t) * e + 2 * s * t + (s * t + t * d) + (s * t + s * d)
@@ -89,9 +90,9 @@ def standard_backward(sizes: ProblemSizes) -> Traffic:
 
 
 def incremental_forward(sizes: ProblemSizes, visits: TileVisits, columns: int) -> Traffic:
-    """Return the traffic of incremental attention; ``visits`` are those of a single tile of queries.
+    """Return the traffic of incremental attention, where a single tile contains all queries.
 
-    Each visit reads q, k, v, o, c and pi, writes o, c and pi, and writes and reads the scores.
+    Each visit of a tile reads q, k, v, o, c and pi, writes o, c and pi, and writes and reads the scores.
     """
     s, t, d, e = sizes
     scores = s * visits.keys
@@ -102,7 +103,7 @@ def incremental_forward(sizes: ProblemSizes, visits: TileVisits, columns: int) -
 def flash1_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
     """Return the traffic of FlashAttention's forward.
 
-    Keys and values are read once; each visit reads q, o, c and pi, and writes o, c and pi.
+    Keys and values are read once; each visit of a tile reads q, o, c and pi, and writes o, c and pi.
     """
     s, t, d, e = sizes
     return Traffic(t * (d + e) + visits.queries * (d + e + 2), (s + visits.queries) * (e + 2), extra=2 * s)
@@ -111,7 +112,7 @@ def flash1_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
 def flash1_backward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
     """Return the traffic of FlashAttention's backward.
 
-    Keys and values are read once; each visit reads q, o, do, dq, c and pi, and writes dq.
+    Keys and values are read once; each visit of a tile reads q, o, do, dq, c and pi, and writes dq.
     """
     s, t, d, e = sizes
     return Traffic(t * (d + e) + visits.queries * (2 * d + 2 * e + 2), (s + visits.queries) * d + t * (d + e))
@@ -120,7 +121,7 @@ def flash1_backward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
 def flash2_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
     """Return the traffic of FlashAttention-2's forward.
 
-    Queries are read once, each visit reads k and v, and the output and one statistic are written once.
+    Queries are read once, each visit of a tile reads k and v, and the output and the LSE are written once.
     """
     s, _, d, e = sizes
     return Traffic(s * d + visits.keys * (d + e), s * (e + 1), extra=s)
@@ -129,8 +130,8 @@ def flash2_forward(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
 def flash2_backward_one_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
     """Return the traffic of FlashAttention-2's backward in one pass.
 
-    u is computed first. Then keys and values are read once; each visit reads q, do, dq, L and u, and adds to
-    dq.
+    First, u = rowsum(dO * O) is computed. Then keys and values are read once, and each visit of a tile reads
+    q, do, dq, L and u, and writes dq.
     """
     s, t, d, e = sizes
     read = 2 * s * e + t * (d + e) + visits.queries * (2 * d + e + 2)
@@ -140,8 +141,8 @@ def flash2_backward_one_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic
 def flash2_backward_two_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
     """Return the traffic of FlashAttention-2's backward in two passes.
 
-    u is computed first. Then each owner reads its own tile once and visits the others; every gradient is
-    written once.
+    First, u = rowsum(dO * O) is computed. Then each program reads its own tile once and the tiles that it
+    visits; every gradient is written once.
     """
     s, t, d, e = sizes
     keys = t * (d + e) + visits.queries * (d + e + 2)

@@ -1,8 +1,8 @@
-"""Attention over one chunk of keys after another (Rabe and Staats, 2021, arXiv 2112.05682).
+"""Incremental attention, one chunk of keys after another (Rabe and Staats, 2021, arXiv 2112.05682).
 
-All queries process a chunk of ``columns`` keys at once, so the scores take O(s * columns) extra memory
-instead of O(s t). Notation: the paper's m* is our running maximum ``c``, s* the normaliser ``pi``, and v* the
-unnormalised output.
+A chunk has ``columns`` keys, and all queries process it at once. The scores therefore take O(s * columns)
+extra memory instead of O(s t). Notation: the paper's m* is our running maximum ``c``, s* the normaliser
+``pi``, and v* the unnormalised output.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Tiled matrix product: its traffic lies between the two extremes of the IO model."""
+"""Tiled matrix product, with less memory traffic for larger tiles."""
 
 from torch import Tensor
 
@@ -6,9 +6,9 @@ from .traffic import SlowMemory, tiles
 
 
 def matmul(a: Tensor, b: Tensor, *, tile: int, memory: SlowMemory) -> Tensor:
-    """Return ``a @ b`` of a ``[s, m]`` and b ``[m, t]``, with three square tiles on chip.
+    """Return ``a @ b`` for a ``[s, m]`` and b ``[m, t]``; three square tiles are on chip at a time.
 
-    Reads for n x n matrices:
+    The number of elements read for n x n matrices depends on the tile size:
 
       tile=1   2 n**3         (each dot product reads its row and its column)
       tile     2 n**3 / tile

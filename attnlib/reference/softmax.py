@@ -1,8 +1,8 @@
 """Softmax in three, two and one passes (Milakov and Gimelshein, 2018, arXiv 1805.02867).
 
-Rows are independent; an algorithm reads ``columns`` columns at a time. A row of only -inf has seen nothing:
-its result is 0, and its LSE is -inf. Notation: the paper's m is our running maximum ``c``, and d is our
-normaliser ``pi``.
+Rows are independent of each other; an algorithm reads ``columns`` columns at a time. A row with only -inf (a
+query that sees no key) has the result 0 and the LSE -inf. Notation: the paper's m is our running maximum
+``c``, and d is our normaliser ``pi``.
 """
 
 import torch
@@ -13,24 +13,24 @@ from .traffic import SlowMemory, tiles
 
 def correction(old: Tensor, new: Tensor) -> Tensor:
     """Return the factor that converts sums from maximum ``old`` to ``new``; exactly 1 if they are equal."""
-    # torch.where is necessary while nothing has been seen, since -inf - (-inf) is NaN.
+    # If both maxima are -inf, their difference would be NaN.
     return torch.where(old == new, 1, torch.exp(old - new))
 
 
 def exponentials(x: Tensor, c: Tensor) -> Tensor:
-    """Return exp(x - c), and 0 where x is -inf, whatever c is."""
+    """Return exp(x - c), but 0 where x is -inf, even if c is -inf too."""
     return torch.where(x == -torch.inf, 0, torch.exp(x - c[:, None]))
 
 
 def divide(x: Tensor, pi: Tensor) -> Tensor:
-    """Return x / pi, and 0 in rows that have seen nothing."""
+    """Return x / pi, but 0 in rows whose normaliser pi is 0 because all of their scores are -inf."""
     return torch.where(pi[:, None] == 0, 0, x / pi[:, None])
 
 
 def advance(c: Tensor, pi: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run one step of the online softmax over columns ``x``.
+    """Run one step of the online softmax over the columns in ``x``.
 
-    Returns the new c, the new pi, the correction factor, and exp(x - c).
+    Return the new maximum c, the new normaliser pi, the factor for earlier sums, and exp(x - c).
     """
     new = torch.cat((c[:, None], x), 1).amax(1)
     p = exponentials(x, new)
@@ -72,9 +72,9 @@ def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Te
 
 
 def one_pass(x: Tensor, v: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """Return softmax(x) v ``[s, e]`` and LSE ``[s]`` of x ``[s, t]`` and v ``[t, e]``.
+    """Return softmax(x) v ``[s, e]`` and LSE ``[s]`` for scores x ``[s, t]`` and values v ``[t, e]``.
 
-    A single pass computes both, and never stores the softmax.
+    A single pass computes both without storing the softmax.
     """
     x, v = memory.inputs(x, v)
     (s, t), e = x.shape, v.shape[1]

@@ -1,8 +1,8 @@
 """Standard attention, forward and backward, with every intermediate result in slow memory.
 
-Each step reads every operand once and writes its result once, the least that unfused steps can do. For q
-``[s, d]``, k ``[t, d]`` and v ``[t, e]`` of one head, this is Theta(s t) in addition to the inputs and
-outputs, whatever the size of the fast memory.
+Each step reads its operands once and writes its result once, which is the minimum for unfused steps. For q
+``[s, d]``, k ``[t, d]`` and v ``[t, e]`` of one head, this moves Theta(s t) elements in addition to the
+inputs and outputs, however large the fast memory is.
 """
 
 import torch
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, memory: SlowMemory
 def backward(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, pairs: Pairs, *, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; ``do`` is that of the output, and ``p`` the saved probabilities.
+    """Return the gradients of q, k and v, given the output's gradient ``do`` and the saved probabilities p.
 
     dV = (P * Z)' dO, dP = (dO V') * Z, dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS' Q.
     """

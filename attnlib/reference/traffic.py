@@ -1,4 +1,4 @@
-"""A model of slow memory that counts the elements an algorithm reads, writes and allocates."""
+"""A model of slow memory, which counts how many elements an algorithm reads, writes and allocates."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,9 @@ Where = int | slice | tuple[int | slice, ...]
 
 
 class Traffic(NamedTuple):
-    """Elements read from slow memory, written to it, and allocated in addition to inputs and results.
+    """The number of elements that an algorithm reads from slow memory, writes to it, and allocates as extra.
 
-    Statistics that a forward saves for its backward count as ``extra``, since the caller did not ask for
-    them.
+    ``extra`` excludes inputs and results, but includes statistics that a forward saves for its backward.
     """
 
     read: int
@@ -25,7 +24,7 @@ class Traffic(NamedTuple):
 
 
 class SlowMemory:
-    """The large, slow memory of a chip: arrays live here, while tiles are on chip and cost nothing.
+    """The large, slow memory of a chip. It counts accesses to arrays; tiles are on chip and cost nothing.
 
     >>> memory = SlowMemory()
     >>> (x,) = memory.inputs(torch.ones(4, 3))
@@ -40,11 +39,11 @@ class SlowMemory:
         self.traffic: Traffic = Traffic(0, 0)
 
     def inputs(self, *tensors: Tensor) -> list["Array"]:
-        """Return arrays of existing tensors."""
+        """Put tensors into slow memory as the inputs of an algorithm, and return them as arrays."""
         return [Array(x.detach(), self) for x in tensors]
 
     def output(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
-        """Allocate a result in the dtype of ``like``; filling it counts as writing it."""
+        """Allocate an array for a result, with the dtype of ``like``; filling it counts as writing."""
         tensor = like.tensor.new_empty(shape)
         array = Array(tensor, self)
         if fill is not None:
@@ -54,7 +53,7 @@ class SlowMemory:
     def scratch(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
         """Allocate an array that is not a result, and count it as extra.
 
-        Scratch is never freed, since freeing it would not lower the peak of any algorithm here.
+        Such arrays are never freed, since freeing them would not lower the peak of any algorithm here.
         """
         array = self.output(like, *shape, fill=fill)
         self.count(extra=array.tensor.numel())
@@ -69,8 +68,8 @@ class SlowMemory:
 class Array:
     """A tensor in slow memory.
 
-    ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, and ``x[i] += tile`` does both. ``tensor`` is
-    for the caller, who collects a result; algorithms do not touch it.
+    ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes a tile, and ``x[i] += tile`` does both. Only the
+    caller of an algorithm uses ``tensor``, to get the result; that access does not count.
     """
 
     def __init__(self, tensor: Tensor, memory: SlowMemory):
@@ -82,7 +81,7 @@ class Array:
         return self.tensor.shape
 
     def tile(self, *shape: int, fill: float = 0.0) -> Tensor:
-        """Return a new tile on chip, in the dtype of this array."""
+        """Return a new tile on chip, with the dtype of this array."""
         return self.tensor.new_full(shape, fill)
 
     def __getitem__(self, where: Where) -> Tensor:

@@ -1,8 +1,8 @@
 """Rotary position embeddings.
 
-``rope.py`` holds the description that layers store, ``scaling.py`` the published rules for longer contexts,
-and ``rotation.py`` the angles and the rotation. ``selected.py`` builds a rope from selected pairs of another
-one, for checkpoint conversion.
+``rope.py`` describes a rope, as layers store it. ``scaling.py`` holds the published rules for longer
+contexts, and ``rotation.py`` rotates heads by angles. ``selected.py`` builds a rope from selected channel
+pairs of another rope, for checkpoint conversion.
 """
 
 from .rope import Rope, yarn_ramp

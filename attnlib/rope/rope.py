@@ -1,4 +1,4 @@
-"""Rotary position embeddings: a frozen description (Rope) that computes angles at any position."""
+"""Rotary position embeddings: an immutable description (Rope) that computes angles at any position."""
 
 import math
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Sc
 class Rope:
     """Rotary embedding of the first ``dim`` channels of a head (Su et al., 2021, arXiv 2104.09864).
 
-    Pair ``c`` of a token at position ``i`` (the paper's ``m``) rotates by ``i * theta ** (-2 * c / dim)``,
-    slowed by ``scaling`` if given. A Rope holds only numbers, no tensors. It computes angles on request, at
-    any position and on the device of the positions, so there is no table to outgrow, to move, or to share
-    between inference and training.
+    Channel pair ``c`` of a token at position ``i`` (the paper's ``m``) rotates by
+    ``i * theta ** (-2 * c / dim)`` radian; a ``scaling`` rule slows it down. A Rope holds only numbers, no
+    tensors. It computes angles when they are needed, at any position and on the device of the positions, so
+    there is no table that could be too short or on the wrong device.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -75,10 +75,10 @@ class Rope:
     def amplitude(self) -> float:
         """The factor that YaRN and LongRoPE apply to both rotated q and rotated k; 1 for other rules.
 
-        Angles do not include the factor, so layers apply its square, which the scores of rotated channels
-        carry. A layer that rotates whole heads multiplies ``scale`` by ``amplitude ** 2``. A layer that
-        rotates only some channels multiplies these channels of q instead, so that stored keys do not contain
-        the factor. Hugging Face multiplies cos and sin by ``amplitude``.
+        Scores contain the square of the factor. Angles do not include the factor, so layers apply the square:
+        a layer that rotates whole heads multiplies ``scale`` by ``amplitude ** 2``, and a layer that rotates
+        only some channels multiplies these channels of q. Stored keys therefore never contain the factor.
+        Hugging Face multiplies cos and sin by ``amplitude`` instead.
         """
         scaling = self.scaling
         if not isinstance(scaling, YaRN | LongRoPE):
@@ -93,9 +93,9 @@ class Rope:
 
     @property
     def latent_scale(self) -> float:
-        """DeepSeek's factor on the whole softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, or 1.
+        """DeepSeek's factor on the softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, or 1 without it.
 
-        The factor applies to rotated and unrotated channels, in addition to ``amplitude``.
+        It applies to rotated and unrotated channels, in addition to ``amplitude``.
         """
         if isinstance(self.scaling, YaRN) and self.scaling.mscale_all_dim:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
@@ -104,21 +104,21 @@ class Rope:
     def inverse_frequencies(
         self, *, length: int | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """Return the scaled angle per position of each pair, fp32 ``[dim / 2]``.
+        """Return by how many radians each channel pair rotates per position, fp32 ``[dim / 2]``.
 
-        The numbers are the same on every device. They agree with Hugging Face transformers on a CPU to within
-        4 units in the last place, and nearly all are equal.
+        The numbers include the scaling rule, and are the same on every device. They differ from those of
+        Hugging Face transformers on a CPU by at most 4 units in the last place, and nearly all are equal.
 
         Raises:
             TypeError: ``length`` is not an int.
-            ValueError: ``length`` is missing where the rule needs it, or given where it does not.
+            ValueError: the scaling rule needs a ``length`` and none is given, or it needs none and one is.
         """
         scaling = self.scaling
         self._check_length(length)
         exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
-        # Compute powers and quotients in fp64 and round them to fp32, which gives the same result everywhere.
-        # In fp32 they differ by units in the last place between devices and compilers, and at position
-        # 100_000 one such unit becomes 0.01 radian.
+        # We compute powers and quotients in fp64 and round them to fp32, so all devices get the same result.
+        # Computed in fp32, they would differ by a few units in the last place between devices and compilers,
+        # and at position 100_000 one such unit becomes 0.01 radian.
         wavelengths = (self._base(length) ** exponents.double()).float()
         frequencies = (1.0 / wavelengths.double()).float()
         if isinstance(scaling, Linear):
@@ -148,14 +148,14 @@ class Rope:
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
         """Return the angles at integer ``positions`` of any shape, computed in fp32.
 
-        The angles are a pure rotation, without ``amplitude``. ``length`` is the sequence length that
-        DynamicNTK scales for and by which LongRoPE chooses its factors; it must exceed the greatest position.
-        Every other rule refuses it. Negative positions rotate backwards. A phase is an fp32 product, so its
-        error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
+        The angles are a pure rotation, without ``amplitude``. ``length`` is the sequence length for which
+        DynamicNTK and LongRoPE choose their scaling; it must exceed the greatest position. All other rules
+        raise an error if you pass it. Negative positions rotate backwards. An angle is an fp32 product, so
+        its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
-            ValueError: ``length`` is missing where the rule needs it, or given where it does not.
+            ValueError: the scaling rule needs a ``length`` and none is given, or it needs none and one is.
         """
         check_strided("positions", positions, "an integer tensor")
         if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
@@ -167,7 +167,7 @@ class Rope:
         return Angles(phases.cos(), phases.sin(), self.interleaved)
 
     def _base(self, length: int | None) -> float:
-        """Return ``theta``, or the larger base that an NTK rule puts in its place."""
+        """Return the base of the frequencies: ``theta``, or a larger base with an NTK scaling rule."""
         factor = self._ntk_factor(length)
         base = 1.0 * self.theta  # a float, since torch refuses ints beyond 64 bits
         return base if factor is None else base * factor ** (self.dim / (self.dim - 2))
@@ -199,7 +199,7 @@ class Rope:
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
-    """Divide fp32 ``x`` by ``divisor``, rounded once; a GPU would multiply by a rounded reciprocal."""
+    """Divide fp32 ``x`` by ``divisor`` and round once; in fp32, GPUs multiply by a rounded reciprocal."""
     return (x.double() / torch.full_like(x, 1.0 * divisor).double()).float()
 
 
@@ -209,13 +209,14 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
-    """Return the two ends of YaRN's ramp, as (fractional) pairs.
+    """Return the channel pairs, as fractional numbers, between which YaRN changes from unscaled to scaled.
 
-    Frequencies up to the first pair are unscaled; from the second pair on, they are divided by the factor.
+    Frequencies of pairs up to the first number are unscaled; from the second one on, they are divided by the
+    factor.
     """
 
     def pair(turns: float) -> float:
-        """Return the (fractional) pair that makes ``turns`` full turns over the original positions."""
+        """Return the (fractional) channel pair that makes ``turns`` full turns over the original length."""
         return (
             rope.dim
             * math.log(yarn.original_max_position / (turns * 2 * math.pi))
@@ -225,6 +226,6 @@ def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # The bound is dim - 1, not the last pair, since every published checkpoint was trained with it.
+    # The last pair is dim / 2 - 1, but published checkpoints were trained with the bound dim - 1.
     low, high = max(low, 0), min(high, rope.dim - 1)
     return low, high + 0.001 if low == high else high

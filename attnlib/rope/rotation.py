@@ -1,4 +1,4 @@
-"""Rotary angles (:class:`Angles`), and the rotation of heads by them."""
+"""Rotary angles (:class:`Angles`), and a function that rotates heads by angles."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from ..internal.signatures import kind
 class Angles:
     """Cosines and sines, fp32 ``[..., p / 2]``, and the layout of the channel pairs to rotate.
 
-    A pair is channels ``(c, c + p / 2)`` in the half layout, or ``(2c, 2c + 1)`` in the interleaved layout.
-    Two Angles are equal only if they are the same object.
+    The half layout pairs channels ``(c, c + p / 2)``, and the interleaved layout ``(2c, 2c + 1)``. Two Angles
+    are equal only if they are the same object.
 
     Raises:
         TypeError: cos or sin is not an fp32 tensor, or ``interleaved`` is not a bool.
@@ -44,7 +44,7 @@ class Angles:
 
     @property
     def convention(self) -> str:
-        """The pair layout and the rotated width, such as ``half:64``; a cache must not mix conventions."""
+        """The pair layout and the number of rotated channels, such as ``half:64``; one cache has only one."""
         return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 
@@ -52,11 +52,10 @@ class Angles:
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate the first ``p`` channels of ``x`` ``[..., h, d]`` by angles ``[..., p / 2]``.
 
-    The other channels do not change. Leading dimensions of the angles match those of x from the right: x
-    ``[b, s, h, d]`` takes ``[b, s, p / 2]``, ``[1, s, p / 2]`` or ``[s, p / 2]``; packed x ``[t, h, d]``
-    takes ``[t, p / 2]``. The result has the dtype and pair layout of x (transformers' interleaved rotation
-    returns the half layout instead). The rotation is computed in fp32, or for fp64 x in fp64 with the fp32
-    angles.
+    The other channels do not change. For x ``[b, s, h, d]``, angles have the shape ``[b, s, p / 2]``,
+    ``[1, s, p / 2]`` or ``[s, p / 2]``; for packed x ``[t, h, d]``, they are ``[t, p / 2]``. The result has
+    the dtype and pair layout of x (transformers' interleaved rotation returns the half layout instead). The
+    computation is in fp32, or in fp64 with the fp32 angles if x is fp64.
 
     Raises:
         TypeError: x is not fp16, bf16, fp32 or fp64, or ``angles`` are not Angles.
@@ -79,7 +78,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def check_rotation(x: Tensor, angles: Angles) -> None:
-    """Raise TypeError or ValueError unless ``angles`` can rotate ``x``; the message names the remedy."""
+    """Raise a TypeError or ValueError that names a remedy, unless ``angles`` can rotate ``x``."""
     check_strided("x", x)
     if not isinstance(angles, Angles):
         raise TypeError(f"angles: expected Angles from rope.angles(positions), got {type(angles).__name__}")
@@ -94,8 +93,7 @@ def check_rotation(x: Tensor, angles: Angles) -> None:
             f"{tuple(x.shape)}; make Rope(dim=...) at most the head dimension"
         )
     tokens, positions = x.shape[:-2], angles.cos.shape[:-1]
-    # Only the batch dimensions may be absent or 1, since one position for a whole sequence is usually a
-    # mistake.
+    # Only batch dimensions broadcast: one position for all tokens of a sequence is usually a mistake.
     fits = len(positions) <= len(tokens) and positions[-1:] == tokens[-1:]
     if not fits or any(n not in (1, m) for n, m in zip(reversed(positions), reversed(tokens), strict=False)):
         raise ValueError(

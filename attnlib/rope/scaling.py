@@ -1,4 +1,4 @@
-"""Rope scaling rules for longer contexts, and a query temperature that depends on position.
+"""Rope scaling rules for longer contexts, and a factor on queries that grows with position (Temperature).
 
 The rules only hold parameters; :class:`Rope` does the arithmetic.
 """
@@ -35,9 +35,9 @@ class Linear:
 @kind
 @dataclass(frozen=True, slots=True)
 class NTK:
-    """NTK-aware scaling with a fixed base: ``theta * factor ** (dim / (dim - 2))``.
+    """NTK-aware rope scaling: replace ``theta`` by ``theta * factor ** (dim / (dim - 2))`` at all lengths.
 
-    The slowest pair rotates ``factor`` times slower; the fastest pair is unchanged.
+    The slowest channel pair then rotates ``factor`` times slower, and the fastest pair as before.
 
     Raises:
         TypeError: ``factor`` is not a number.
@@ -53,11 +53,11 @@ class NTK:
 @kind
 @dataclass(frozen=True, slots=True)
 class DynamicNTK:
-    """NTK-aware scaling with a base that grows with the length of the sequence.
+    """NTK-aware rope scaling that becomes stronger as the sequence gets longer.
 
-    Angles need an explicit length, so no cache can use this rule: keys rotated for one length are wrong at
-    the next. Up to ``original_max_position`` (``max_position_embeddings`` in a Hugging Face config) nothing
-    is scaled. A greater ``length`` is scaled as by
+    Angles depend on the sequence length, so this rule does not work with a cache: keys rotated for one length
+    are wrong for the next. Up to ``original_max_position`` tokens (``max_position_embeddings`` in a Hugging
+    Face config) nothing is scaled. Beyond, the rule is the same as
     ``NTK(factor * length / original_max_position - (factor - 1))``.
 
     Raises:
@@ -76,10 +76,10 @@ class DynamicNTK:
 @kind
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama 3.1 scaling: divide low frequencies by ``factor``, keep high ones, and interpolate between.
+    """Llama 3.1 scaling: divide low frequencies by ``factor``, keep high ones, and interpolate between them.
 
-    A pair is low if it makes fewer than ``low_freq_factor`` turns over ``original_max_position`` positions,
-    and high if it makes more than ``high_freq_factor`` turns.
+    A frequency is low if its channel pair makes fewer than ``low_freq_factor`` full turns over
+    ``original_max_position`` positions, and high if the pair makes more than ``high_freq_factor`` turns.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -106,14 +106,14 @@ class Llama3:
 @kind
 @dataclass(frozen=True, slots=True)
 class YaRN:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale parameters.
+    """YaRN rope scaling (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale parameters.
 
-    The rule depends on how many turns a pair makes over ``original_max_position`` (the paper's L) positions.
-    Above ``beta_fast`` (beta) turns a pair is unscaled, below ``beta_slow`` (alpha) turns it is divided by
-    ``factor`` (s), and between them is a ramp. ``truncate`` rounds the ends of the ramp outward to whole
-    pairs.
+    The rule depends on how many full turns a channel pair makes over ``original_max_position`` (the paper's
+    L) positions. With more than ``beta_fast`` (beta) turns, its frequency does not change; with fewer than
+    ``beta_slow`` (alpha) turns, it is divided by ``factor`` (s). A ramp lies between them; ``truncate``
+    rounds its ends outward to whole pairs.
 
-    ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``, or ``attention_factor`` if that is given. As in Hugging
+    ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``, or ``attention_factor`` if you pass one. As in Hugging
     Face configs, an mscale of 0 counts as missing. ``Rope.amplitude`` uses the mscale parameters only if both
     are given; ``Rope.latent_scale`` uses only ``mscale_all_dim``.
 
@@ -152,12 +152,13 @@ class YaRN:
 @kind
 @dataclass(frozen=True, slots=True)
 class LongRoPE:
-    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): slow each pair by its own factor, found by search.
+    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): slow each channel pair by a factor found by search.
 
-    ``short_factor`` applies up to ``original_max_position``, ``long_factor`` beyond, with one number for each
-    pair. Angles therefore need a length, unless the two tuples are equal: pass the same tuple twice to use it
-    for all lengths. ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or
-    ``attention_factor`` if that is given; ``factor`` says how many times longer sequences may become.
+    ``short_factor`` and ``long_factor`` have one number for each pair. The first applies to lengths up to
+    ``original_max_position``, the second beyond. Angles therefore need a length, unless you pass the same
+    tuple twice to use it for all lengths. ``factor`` is how many times longer sequences may become.
+    ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or ``attention_factor`` if you
+    pass one.
 
     Raises:
         TypeError: a field has the wrong type, or the tuples differ in length.
@@ -188,10 +189,11 @@ class LongRoPE:
 @kind
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """Partial rotation: only the first ``share`` of the pairs rotate, at the whole head's frequencies.
+    """Partial rotation: only a fraction ``share`` of the channel pairs rotate, from the first pair on.
 
-    Frequencies are divided by ``factor``. Pairs are ``(c, c + d / 2)`` of the whole head; a Rope of fewer
-    channels would instead use ``(c, c + p / 2)`` of the rotated channels.
+    They have the frequencies of a fully rotated head, divided by ``factor``. Pairs are channels
+    ``(c, c + d / 2)`` of the whole head; a Rope with a smaller ``dim`` would pair ``(c, c + p / 2)`` of the
+    rotated channels.
 
     Raises:
         TypeError: a field is not a number.
@@ -233,7 +235,7 @@ class Temperature:
     def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
         """Return ``q`` ``[..., h, d]`` scaled for tokens at integer ``positions`` ``[...]``.
 
-        Leading dimensions of ``positions`` may be 1 or absent.
+        Batch and other leading dimensions of ``positions`` may be 1 or absent.
         """
         steps = ((positions.clamp(min=0) + self.offset) // self.interval)[..., None, None]
         steps = steps.to(torch.promote_types(q.dtype, torch.float32))
@@ -241,14 +243,15 @@ class Temperature:
 
 
 Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional
-# Values of rope_type in Hugging Face configs.
+# The supported values of rope_type in Hugging Face configs.
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def scaling_of(fields: Mapping[str, object], *, max_position: int | None) -> Scaling | None:
-    """Return the scaling rule that ``rope_parameters`` of a Hugging Face config describe.
+    """Return the scaling rule that the ``rope_parameters`` of a Hugging Face config describe.
 
-    ``max_position`` is the config's ``max_position_embeddings``, for rules that omit their own.
+    ``max_position`` is the config's ``max_position_embeddings``, used if a rule does not specify its original
+    length.
 
     Raises:
         KeyError: a parameter is missing.
@@ -289,7 +292,7 @@ def check_number(name: str, value: float, *, least: float = -math.inf, above: fl
     """Raise TypeError or ValueError unless ``value`` is a number within bounds that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # fp32 rounds it neither to 0 nor to inf
+    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # in fp32 it is neither 0 nor inf
     if not (holds and value >= least and value > above):
         bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
         raise ValueError(f"{name}: expected a finite number {bound}, got {value}")

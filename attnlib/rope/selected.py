@@ -1,4 +1,4 @@
-"""SelectedRope: a rope made of selected pairs of another rope."""
+"""Ropes made of selected channel pairs of another rope, for checkpoint conversion."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,18 @@ from .rope import Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedRope(Rope):
-    """A rope whose pair ``c`` rotates like pair ``pairs[c]`` of ``source``; made by :func:`select`.
+    """A rope whose channel pair ``c`` rotates like pair ``pairs[c]`` of ``source``; made by :func:`select`.
 
-    Pairs may repeat. Checkpoint conversion needs such ropes, whose frequencies no ``theta`` gives: for the
-    rotary keys of several heads side by side, and for the pairs that remain after concentrating them.
-    ``amplitude`` and ``latent_scale`` are 1 whatever the source has; the caller of ``select`` folds the
-    source's into weights or scale.
+    Pairs may repeat. Checkpoint conversion needs such ropes for the rotary keys of several heads side by
+    side, and when only some pairs of a head remain; no ``theta`` gives these frequencies. ``amplitude`` and
+    ``latent_scale`` are always 1; the caller of ``select`` folds those of the source into weights or scale.
     """
 
     source: Rope
     pairs: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Skip the checks of Rope: the source is valid, and it may have more pairs."""
+        """Skip the checks of Rope, since the source is valid already and may have more pairs."""
 
     @property
     def amplitude(self) -> float:
@@ -35,13 +34,15 @@ class SelectedRope(Rope):
     def inverse_frequencies(
         self, *, length: int | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """Return the source's frequencies of the selected pairs, fp32 ``[dim / 2]``."""
+        """Return by how many radians each selected pair rotates per position, fp32 ``[dim / 2]``."""
         chosen = torch.tensor(self.pairs, device=device)
         return self.source.inverse_frequencies(length=length, device=device)[chosen]
 
 
 def select(source: Rope, pairs: tuple[int, ...]) -> SelectedRope:
-    """Return a rope of ``2 * len(pairs)`` channels from these pairs of ``source``, in the same layout.
+    """Return a rope of ``2 * len(pairs)`` channels that rotate like the given pairs of ``source``.
+
+    The layout of channel pairs stays the same.
 
     >>> select(Rope(8), (0, 0, 3)).inverse_frequencies()
     tensor([1.0000, 1.0000, 0.0010])

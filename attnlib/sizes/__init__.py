@@ -1,8 +1,8 @@
-"""Attention sizes: bytes stored, FLOPs computed and bytes read, as plain arithmetic.
+"""Compute what attention costs by plain arithmetic: the bytes it stores, its FLOPs, and the bytes it reads.
 
 ``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and
-``exchange.py`` the traffic between ranks in training. ``models.py`` derives the variants of a model,
-``catalogue.py`` lists public models and chips, and ``report.py`` puts all of it into one table.
+``exchange.py`` the traffic between ranks in training. ``models.py`` derives variants of a model with other
+kinds of attention, ``catalogue.py`` lists public models and chips, and ``report.py`` writes a table of sizes.
 """
 
 from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops

@@ -1,8 +1,8 @@
 """Arithmetic of one attention layer: its parameters, its FLOPs, and the bytes read per decoding step.
 
 Parameters are those of the attention layer only, without embedding, MLP or block norm. A multiply-add counts
-as two FLOPs. Only matrix products count, since norms, rope, softmax and biases are about 1 % of them. Of a
-causal prompt only the visible half counts.
+as two FLOPs. FLOPs include only matrix products, since norms, rope, softmax and biases add only about 1 %. In
+a causal prompt, only the visible half of the query-key pairs counts.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from ..kv import KVLayout
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
-    """Sizes of a :class:`attnlib.GroupedQueryAttention` layer, MHA and MQA included.
+    """The sizes of a :class:`attnlib.GroupedQueryAttention` layer.
 
-    MHA has as many KV heads as query heads, MQA has one KV head.
+    The layer is MHA if it has as many KV heads as query heads, and MQA if it has one KV head.
 
     Raises:
         ValueError: a size is below 1, or ``num_heads`` is not a multiple of ``num_kv_heads``.
@@ -29,7 +29,7 @@ class GroupedShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    bias: bool = False  # on the q, k and v projections
+    bias: bool = False  # biases of the q, k and v projections
     output_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
@@ -49,7 +49,7 @@ class GroupedShape:
 
     @property
     def weights(self) -> int:
-        """Elements of the projection matrices, and so the multiplications per token in the projections."""
+        """The number of elements in the projection matrices, each of which multiplies once per token."""
         return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
 
     @property
@@ -60,12 +60,12 @@ class GroupedShape:
 
     @property
     def prompt_pair(self) -> int:
-        """Multiplications per query-key pair of a prompt over all heads, for scores and weighted values."""
+        """Multiplications of all heads per query-key pair of a prompt, for scores and weighted values."""
         return self.num_heads * 2 * self.head_dim
 
     @property
     def step_pair(self) -> int:
-        """Multiplications per query-key pair of a decoding step, the same as in a prompt."""
+        """Multiplications of all heads per query-key pair of a decoding step, the same as in a prompt."""
         return self.prompt_pair
 
     def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
@@ -77,7 +77,7 @@ class GroupedShape:
     def shard(self, ranks: int) -> "GroupedShape":
         """Return the shape on one tensor-parallel rank.
 
-        KV heads are sharded too; if there are more ranks than KV heads, several ranks hold a copy of each.
+        KV heads are sharded too; if there are more ranks than KV heads, several ranks hold the same KV head.
 
         Raises:
             ValueError: the heads cannot be sharded evenly.
@@ -94,7 +94,7 @@ class GroupedShape:
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Sizes of a :class:`attnlib.MultiHeadLatentAttention` layer; ``qk_rope_head_dim=0`` is MLA without rope.
+    """The sizes of a :class:`attnlib.MultiHeadLatentAttention` layer; without rope, the rope size is 0.
 
     Raises:
         ValueError: a size is below 1, or ``qk_rope_head_dim`` is below 0.
@@ -120,9 +120,9 @@ class LatentShape:
 
     @property
     def weights(self) -> int:
-        """Elements of the projection matrices, and so the multiplications per token in the projections.
+        """The number of elements in the projection matrices, each of which multiplies once per token.
 
-        The absorbed form needs as many multiplications as the expanded form: it applies the up-projections of
+        This holds for the expanded form of MLA and for the absorbed form, which applies the up-projections of
         keys and values to the query and the output instead.
         """
         q_width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
@@ -134,22 +134,22 @@ class LatentShape:
 
     @property
     def parameters(self) -> int:
-        return self.weights + self.kv_lora_rank + (self.q_lora_rank or 0)  # with the weights of the norms
+        return self.weights + self.kv_lora_rank + (self.q_lora_rank or 0)  # plus the norms' weights
 
     @property
     def prompt_pair(self) -> int:
-        """Multiplications per query-key pair of a prompt over all heads, in the cheaper form.
+        """Multiplications that all heads need per query-key pair in a prompt, in the cheaper form of MLA.
 
-        The forms are expanded (full keys and values for each head) and absorbed (latents as keys and values).
+        The expanded form has full keys and values for each head; in the absorbed form, latents replace both.
         """
         expanded = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
         return min(expanded, self.step_pair)
 
     @property
     def step_pair(self) -> int:
-        """Multiplications per query-key pair of a decoding step, in the absorbed form.
+        """Multiplications that all heads need per query-key pair in a decoding step, in MLA's absorbed form.
 
-        The latents serve as both keys and values.
+        In this form, the latents serve as both keys and values.
         """
         return self.num_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
 
@@ -159,7 +159,7 @@ class LatentShape:
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, **options)
 
     def shard(self, ranks: int) -> "LatentShape":
-        """Return the shape on one tensor-parallel rank: a share of the heads, and the whole latent.
+        """Return the shape on one tensor-parallel rank, which has some of the heads and the whole latent.
 
         Raises:
             ValueError: the heads cannot be sharded evenly.
@@ -183,10 +183,10 @@ def prefill_flops(shape: Shape, length: int) -> int:
 
 @kind
 def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
-    """Return the FLOPs of one layer for one token, the last of ``context`` tokens.
+    """Return the FLOPs of one layer to decode one token, the last of ``context`` tokens.
 
-    If ``ranks`` share the tokens of a cache, the FLOPs are those of the rank with most tokens, for the
-    queries of ``shape``.
+    If ``ranks`` ranks each store some tokens of a cache, these are the FLOPs of the rank with the most
+    tokens, for the query heads in ``shape``.
     """
     return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
@@ -201,24 +201,24 @@ def decode_bytes(
     store: torch.dtype | None = None,
     ranks: int = 1,
 ) -> int:
-    """Return the bytes that one layer reads in a decoding step of ``batch`` tokens.
+    """Return how many bytes one layer reads in a decoding step of ``batch`` sequences.
 
-    A step reads the weights once, and the visible keys and values of each sequence. If ``ranks`` share the
-    tokens of a cache, the bytes are those of the rank with most tokens.
+    A step reads the weights once, and the visible keys and values of each sequence. If ``ranks`` ranks each
+    store some tokens of a cache, this is the number for the rank with the most tokens.
     """
     cached = batch * _seen(context, shape.window, ranks) * shape.layout(dtype=dtype, store=store).token_bytes
     return shape.parameters * dtype.itemsize + cached
 
 
 def _seen(context: int, window: int | None, ranks: int = 1) -> int:
-    """Return how many keys on one rank the last query sees; every rank holds a window as a whole."""
+    """Return how many of the keys stored on one rank the last query sees; windows are not sharded."""
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return -(-context // ranks) if window is None else min(context, window)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Return the query-key pairs of a causal prompt: 1 + 2 + ... up to the window, then the window."""
+    """Return the number of visible query-key pairs in a causal prompt: 1 + 2 + ... + window + window + ..."""
     rising = _seen(length, window)
     return rising * (rising + 1) // 2 + (length - rising) * rising
 

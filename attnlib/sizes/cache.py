@@ -1,4 +1,4 @@
-"""Cache arithmetic: the bytes that the real cache allocates, and what fits into a memory budget."""
+"""Cache arithmetic: how many bytes a KVCache allocates, and how many tokens fit into a memory budget."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from ..kv import KVLayout
 def cache_bytes(
     layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0, ranks: int = 1
 ) -> int:
-    """Return the bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
+    """Return how many bytes sequences of the given ``lengths`` take in a cache, in whole pages.
 
-    A windowed layout keeps only the pages that its next query can see, or a query ``rollback`` tokens
-    earlier, and the pages of its first ``keep_first`` tokens. A contiguous cache is the case
-    ``page_size=max_length``. Sequences that share pages take less.
+    ``layouts`` has one layout per layer. A layer with a window keeps only the pages that its next query can
+    see, or a query ``rollback`` tokens earlier, and the pages of its first ``keep_first`` tokens. For a
+    contiguous cache, pass ``page_size=max_length``. Sequences that share pages take less.
 
-    If ``ranks`` share a cache, these are the bytes of each rank, where a page has space for ``page_size``
-    tokens. Layers without a window are sharded by token; windowed layers are whole on every rank.
+    If ``ranks`` ranks share a cache, the result is for one rank, where a page has space for ``page_size``
+    tokens. Layers without a window are sharded by token; every rank stores all of the windowed layers.
 
     >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
     1179648
@@ -42,8 +42,8 @@ def largest_batch(
 ) -> int:
     """Return how many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
 
-    A growing windowed cache can be one page larger than at the end, since a step takes its new page before it
-    frees an old one. If ``ranks`` share a cache, ``memory`` is that of each rank.
+    While a windowed cache grows, it may need one page more than at the end, since a step allocates a new page
+    before it frees an old one. If ``ranks`` ranks share a cache, ``memory`` is the memory of one rank.
 
     >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
     7
@@ -57,10 +57,10 @@ def largest_batch(
 def longest_context(
     layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int, ranks: int = 1
 ) -> int | None:
-    """Return the tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages.
+    """Return the length to which ``batch`` sequences can grow in ``memory`` bytes, in tokens of whole pages.
 
-    None means no limit, which is possible only if every layer has a window. This is the inverse of
-    :func:`largest_batch`. If ``ranks`` share a cache, ``memory`` is that of each rank.
+    None means that there is no limit, which is possible only if every layer has a window. This is the inverse
+    of :func:`largest_batch`. If ``ranks`` ranks share a cache, ``memory`` is the memory of one rank.
 
     >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
     448
@@ -74,7 +74,7 @@ def longest_context(
     windows = [layout.window for layout in layouts]
     first = max((-(-layout.keep_first // page_size) for layout in layouts), default=0)
     if None not in windows and fits(max(windows, default=0) // page_size + 2 + first):
-        return None  # by this length every window has freed a page, and no cache grows any more
+        return None  # every window has freed a page by now, so no layer's cache grows further
     too_many = 1
     while fits(too_many):
         too_many *= 2
@@ -83,9 +83,9 @@ def longest_context(
 
 
 def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int, ranks: int) -> int:
-    """Return the most bytes that one sequence takes while it grows to ``pages`` pages.
+    """Return the peak number of bytes that one sequence takes while it grows to ``pages`` pages.
 
-    The peak is in the step that opens the last page: until a step ends, the cache keeps the keys that the
+    The peak is in the step that starts the last page. Until that step ends, the cache keeps all keys that the
     previous token could see, as if one token might be rolled back.
     """
     return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1, ranks=ranks)

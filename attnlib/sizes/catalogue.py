@@ -1,4 +1,4 @@
-"""Public models and chips by name, each with the source of its numbers."""
+"""A catalogue of public models and chips by name, each with the source of its numbers."""
 
 import difflib
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from .models import Model
 class Chip:
     """A chip's memory in bytes, bandwidth in bytes per second, and dense 16-bit tensor FLOPs per second.
 
-    A data sheet's GB counts as 10**9 bytes, the smaller reading.
+    A GB in a data sheet is read as 10**9 bytes, the smaller of its two meanings.
     """
 
     name: str
@@ -25,11 +25,11 @@ class Chip:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte read above which a kernel is compute-bound (Williams et al., 2009)."""
+        """The FLOPs per byte read above which a kernel is compute-bound (Williams et al., 2009)."""
         return self.flops / self.bandwidth
 
 
-# B200 is missing: its published memory and bandwidth differ from board to board.
+# B200 is missing, since its published memory and bandwidth differ between boards.
 CHIPS = (
     Chip(
         "h200", 141 * 10**9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM; half of the figure with sparsity"
@@ -81,13 +81,13 @@ def _grouped(hidden_size: int, heads: int, kv_heads: int, head_dim: int = 128) -
 
 
 def _deepseek(hidden_size: int, heads: int, q_lora_rank: int | None) -> LatentShape:
-    """Return a DeepSeek layer: every model stores 512 + 64 values per token, and has heads of 128."""
+    """Return the shape of a DeepSeek layer, which stores 512 + 64 values per token and has heads of 128."""
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     return LatentShape(hidden_size=hidden_size, num_heads=heads, q_lora_rank=q_lora_rank, **sizes)
 
 
 def _mixed(count: int, shape: Shape, window: int, *, every: int) -> tuple[Shape, ...]:
-    """Return windowed layers, except that each ``every``-th layer has no window."""
+    """Return ``count`` layers with a sliding window, except that every ``every``-th layer has none."""
     return tuple(shape if (i + 1) % every == 0 else replace(shape, window=window) for i in range(count))
 
 

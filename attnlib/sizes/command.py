@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and write the files; return 0, or 2 after printing an error."""
+    """Print the table and write the requested files; return the exit status, 0 or 2 after an error."""
     if arguments.list:
         print(listing())
         return 0
@@ -189,7 +189,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Parse ``4096,32768`` into numbers, in this order and without duplicates."""
+    """Parse a list of numbers such as ``4096,32768``; keep the order and drop duplicates."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:

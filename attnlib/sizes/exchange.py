@@ -1,4 +1,4 @@
-"""Traffic of context parallelism in training: bytes that a rank receives and keeps per layer."""
+"""Traffic of context parallelism in training: how many bytes a rank receives and retains per layer."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ FORMS = ("ring", "gather", "heads")
 
 @leading_to("exchange_bytes(shape, tokens) makes it")
 class Exchange(NamedTuple):
-    """Bytes of one rank in one layer: received forward, received backward, and kept for the backward.
+    """The bytes that one rank receives in a layer's forward and backward, and retains for the backward.
 
-    ``kept`` counts keys and values. A rank that keeps latents computes keys and values from them again.
+    ``kept`` counts keys and values, or latents from which a rank computes keys and values again.
     """
 
     forward: int
@@ -24,11 +24,11 @@ class Exchange(NamedTuple):
 
 @kind
 def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: torch.dtype) -> Exchange:
-    """Return the bytes that one rank receives and keeps in one layer of context-parallel training.
+    """Return the bytes that one rank receives and retains in one layer of context-parallel training.
 
-    ``ranks`` share a sequence of ``tokens`` tokens. ``form`` is that of
-    :class:`attnlib.parallel.ContextParallel`; in a ring and a gather, latent layers send latents. A layer
-    that activation checkpointing runs again receives its forward bytes twice.
+    A sequence of ``tokens`` tokens is sharded over ``ranks`` ranks. ``form`` is the form of
+    :class:`attnlib.parallel.ContextParallel`; in ``"ring"`` and ``"gather"``, MLA layers send their latents.
+    With activation checkpointing, a layer receives its forward bytes twice.
 
     >>> from attnlib.sizes import GroupedShape
     >>> shape = GroupedShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -54,20 +54,21 @@ def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: t
     received = here * sent * others
     if form == "gather":
         return Exchange(received, received, here * ranks * pair)
-    # Gradients travel around the ring and home, in fp32 or wider on all hops but the first and the last.
+    # Gradients travel around the ring and back to their rank. All hops but the first and the last are in fp32
+    # or wider.
     wide = max(4, dtype.itemsize) // dtype.itemsize
     gradients = here * sent * (2 + (ranks - 2) * wide) if others else 0
     return Exchange(received, received + gradients, here * sent)
 
 
 def shares_heads(shape: Shape, ranks: int) -> bool:
-    """True if ``ranks`` ranks can share the heads evenly."""
+    """True if ``ranks`` ranks can divide the query and KV heads evenly."""
     kv_heads = shape.num_heads if isinstance(shape, LatentShape) else shape.num_kv_heads
     return shape.num_heads % ranks == 0 and kv_heads % ranks == 0
 
 
 def _widths(shape: Shape) -> tuple[int, int, int, int]:
-    """Return the values per token over all heads: sent in a ring, query, key and value, and output."""
+    """Return numbers of values per token over all heads: sent in a ring, query, key + value, and output."""
     heads = shape.num_heads
     if isinstance(shape, LatentShape):
         key = shape.qk_nope_head_dim + shape.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""Report files: rows as CSV, and a plot of cache size against context."""
+"""Write a report of attention sizes to files: its rows as CSV, and a plot of cache size against context."""
 
 import csv
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .report import Row, Setting, human, short
 
 
 def write_csv(answers: Sequence[Row], path: Path) -> None:
-    """Write one CSV line per row, below the field names; an unlimited context is an empty cell.
+    """Write the rows of a report as CSV below a header line; an unlimited context is an empty cell.
 
     Raises:
         OSError: the file cannot be written.
@@ -28,8 +28,8 @@ def write_csv(answers: Sequence[Row], path: Path) -> None:
 def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     """Write a PNG plot of cache bytes against context, one line per model.
 
-    The batch is the largest one of the setting. A dashed line marks the memory that the cache may take. Both
-    axes are logarithmic, with ticks at powers of two.
+    The plot is for the largest batch in ``setting``. A dashed line marks the memory available to the cache.
+    Both axes are logarithmic, with ticks at powers of two.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Models as the shapes of their attention layers, and variants of a model with other kinds of attention."""
+"""Models, described by their attention layers' shapes, and their variants with other kinds of attention."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from .attention import GroupedShape, LatentShape, Shape
 @kind
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The attention layers of a model, in order; ``source`` names the publication of their shapes.
+    """The shapes of a model's attention layers, in order; ``source`` names where they were published.
 
     Raises:
         ValueError: ``layers`` is empty.
@@ -28,24 +28,24 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The kind of the first layer, such as GQA-8."""
+        """The kind of attention in the first layer, such as GQA-8."""
         return self.layers[0].kind
 
     @property
     def parameters(self) -> int:
-        """Parameters of all attention layers."""
+        """The number of parameters of all attention layers together."""
         return sum(shape.parameters for shape in self.layers)
 
     def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
-        """Return the cache layout of each layer, the argument of a KVCache."""
+        """Return the cache layout of each layer, as a KVCache takes them."""
         return [shape.layout(dtype=dtype, store=store) for shape in self.layers]
 
     def shard(self, ranks: int) -> "Model":
-        """Return the model on one of ``ranks`` tensor-parallel ranks."""
+        """Return the part of the model that one of ``ranks`` tensor-parallel ranks holds."""
         return replace(self, layers=tuple(shape.shard(ranks) for shape in self.layers))
 
     def with_window(self, window: int) -> "Model":
-        """Return the same model with this window in every layer."""
+        """Return the same model with a sliding window of ``window`` tokens in every layer."""
         return replace(self, layers=tuple(replace(shape, window=window) for shape in self.layers))
 
 
@@ -55,10 +55,10 @@ def variants(
 ) -> list[Model]:
     """Return the model itself, then its MHA, GQA-8, MQA and MLA variants, MLA with and without a rotary key.
 
-    GQA-8 has 8 KV heads, and is left out if they do not divide the heads. Widths, head counts and windows
-    stay the same. An MLA model that becomes grouped attention takes the width of its values as head
-    dimension. A model that becomes MLA has a full-rank query and a latent of 512 + 64 channels, as in
-    DeepSeek-V2; a model that is already MLA keeps its own latent sizes.
+    GQA-8 has 8 KV heads, and is omitted if 8 does not divide the number of query heads. Widths, numbers of
+    query heads and windows stay the same. If an MLA model becomes MHA, GQA or MQA, its value width becomes
+    the head dimension. A model that becomes MLA has a full-rank query and a latent of 512 + 64 channels, as
+    in DeepSeek-V2; a model that is already MLA keeps its own latent sizes.
 
     >>> [variant.kind for variant in variants(Model("toy", (GroupedShape(
     ...     hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=4),)))]

@@ -1,4 +1,4 @@
-"""Report of a model's attention sizes at several contexts and batches, as rows of numbers or as text."""
+"""Report a model's attention sizes at several contexts and batches, as rows of numbers or as text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Serving setup of a report.
+    """The serving setup for which a report computes sizes.
 
     ``memory`` is the number of bytes that the cache of one rank may take; None means the chip's whole memory.
-    ``ranks`` tensor-parallel ranks share the heads. ``context_ranks`` ranks share the tokens of each cache,
-    and of each sequence in training: first the tensor-parallel ranks that hold the same KV heads, then
-    additional ranks.
+    ``ranks`` tensor-parallel ranks divide the heads between them. ``context_ranks`` ranks divide the tokens
+    of each cache, and of each sequence in training: first the tensor-parallel ranks that hold the same KV
+    heads, then additional ranks.
 
     Raises:
         ValueError: a size is below 1, or ``memory`` is negative.
@@ -59,30 +59,30 @@ class Setting:
 
     @property
     def budget(self) -> int:
-        """Bytes that the cache of one rank may take."""
+        """The number of bytes that the cache of one rank may take."""
         return self.chip.memory if self.memory is None else self.memory
 
     def sharing(self, model: Model) -> int:
-        """Return how many of the ranks that share the tokens of a cache also share the model's heads."""
+        """Return how many ranks take part both in sharding a cache by token and in sharding the heads."""
         return gcd(self.context_ranks, *(_copies(shape, self.ranks) for shape in model.layers))
 
 
 @leading_to("rows(models, setting) makes them")
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant at one context and batch; all numbers are per rank, except ``total_token_bytes``.
+    """The sizes of one variant of a model at one context and batch, per rank except ``total_token_bytes``.
 
-    If ranks share the tokens of a cache, the numbers are those of the rank with most tokens.
+    If ranks share the tokens of a cache, the numbers are those of the rank with the most tokens.
 
     Attributes:
-        token_bytes: bytes of one token on a rank that stores it, while every window reaches the token.
+        token_bytes: bytes of one token on a rank that stores it, while all sliding windows include the token.
         total_token_bytes: bytes of one token on all ranks together.
-        prefill_flops: FLOPs of the prompt of one sequence.
-        decode_flops, decode_bytes: FLOPs and bytes read of a decoding step of the whole batch.
-        bound: the limit of that step on the chip, "memory" or "compute"; empty unless the dtype has 16 bits.
+        prefill_flops: FLOPs for the prompt of one sequence.
+        decode_flops, decode_bytes: FLOPs and bytes read in a decoding step of the whole batch.
+        bound: what limits a decoding step, "memory" or "compute"; empty unless the dtype has 16 bits.
         longest_context: the longest context at this batch; None means no limit.
         ring_bytes, gather_bytes, heads_bytes: bytes that a rank receives in training on one sequence, forward
-            and backward, in each form of context parallelism; None if ranks cannot share the heads.
+            and backward, in each form of context parallelism; None if the ranks cannot divide the heads.
     """
 
     variant: str
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte read in a decoding step."""
+        """The FLOPs per byte read in a decoding step."""
         return self.decode_flops / self.decode_bytes
 
 
@@ -155,7 +155,7 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
 
 
 def _copies(shape: Shape, ranks: int) -> int:
-    """Return how many of the ranks that share the heads store the same values of a token."""
+    """Return how many tensor-parallel ranks store the same keys and values, or the same latents."""
     return (
         ranks
         if isinstance(shape, LatentShape)
@@ -164,19 +164,19 @@ def _copies(shape: Shape, ranks: int) -> int:
 
 
 def _step_flops(shape: Shape, context: int, setting: Setting, sharing: int) -> int:
-    """Return the FLOPs of one token on one rank.
+    """Return the FLOPs of one rank and layer to decode one token.
 
-    A rank also computes with its keys for the query heads of the ``sharing`` ranks that share them, unless
-    the layer has a window.
+    Unless the layer has a window, ``sharing`` ranks divide the tokens of the same KV heads between them, and
+    each computes the query heads of all of these ranks over its own tokens.
     """
     own, projections = decode_flops(shape, context, ranks=setting.context_ranks), 2 * shape.weights
     return own if shape.window is not None else projections + sharing * (own - projections)
 
 
 def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -> int:
-    """Return the bytes that store one token on all ranks together.
+    """Return how many bytes all ranks together use to store one token.
 
-    One of the ranks that share a cache stores the token; in windowed layers each of them does.
+    If ranks share a cache, only one of them stores the token, except in windowed layers, where each does.
     """
     ranks = setting.ranks * setting.context_ranks // setting.sharing(model)
     apart = (ranks // setting.context_ranks if layout.window is None else ranks for layout in layouts)
@@ -185,7 +185,7 @@ def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -
 
 @kind
 def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
-    """Return the rows as text: variants down, contexts and batches across."""
+    """Return the report as text: tables with a line per variant, and a column per context and batch."""
     by_place = {(row.variant, row.context, row.batch): row for row in answers}
     names = list(dict.fromkeys(row.variant for row in answers))
     places = [(context, batch) for context in setting.contexts for batch in setting.batches]
@@ -225,9 +225,9 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
 
 
 def _received(rank: Model, context: int, setting: Setting, form: str) -> int | None:
-    """Return the bytes that a rank receives in training on one sequence, over all layers.
+    """Return how many bytes a rank receives over all layers while training on one sequence.
 
-    None means that the ranks cannot share the heads.
+    The result is None if the ranks cannot divide the heads evenly.
     """
     ranks = setting.context_ranks
     if form == "heads" and not all(shares_heads(shape, ranks) for shape in rank.layers):
@@ -238,7 +238,7 @@ def _received(rank: Model, context: int, setting: Setting, form: str) -> int | N
 
 
 def human(size: int) -> str:
-    """Format bytes in the largest unit that gives at least 1; whole numbers have no decimals.
+    """Format a number of bytes in the largest unit that gives at least 1; omit decimals of whole numbers.
 
     >>> human(524288), human(70272), human(-1)
     ('512 KiB', '68.62 KiB', '-1 B')
@@ -316,7 +316,7 @@ def _exchanges(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str
 
 
 def short(tokens: int) -> str:
-    """Format a token count, in units of 1,024 (K) if it is a multiple of that.
+    """Format a number of tokens; multiples of 1,024 are given in units of 1,024 (K).
 
     >>> short(4096), short(1600)
     ('4K', '1,600')
@@ -325,7 +325,7 @@ def short(tokens: int) -> str:
 
 
 def _section(title: str, lines: list[list[str]]) -> str:
-    """Format a title over a table: the first column left-aligned, the others right-aligned."""
+    """Format a table with a title above it; only the first column is left-aligned."""
     first, *others = ([len(cell) for cell in column] for column in zip(*lines, strict=True))
     width, widths = max(first), [*map(max, others)]
     return "\n".join(

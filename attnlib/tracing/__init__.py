@@ -1,7 +1,7 @@
-"""Tracing: convert a function of indices into a program that kernels inline and backends differentiate.
+"""Tracing: convert a mask or score function into a program, which kernels inline and backends differentiate.
 
-A program is a list of steps. ``trace.py`` calls the function once, with stand-ins for its arguments.
-``program.py`` holds the resulting text, ``evaluation.py`` runs it on torch tensors, and ``derivative.py``
-differentiates it. To add an operation for users, extend ``kinds.py``, ``tracer.py``, ``evaluation.py``,
-``derivative.py``, and the code of each backend that runs programs.
+A program is a list of steps. ``trace.py`` calls the function once, with placeholders for its arguments
+(stand-ins). ``program.py`` holds the resulting text, ``evaluation.py`` runs it on torch tensors, and
+``derivative.py`` differentiates it. To support another operation in users' functions, extend ``kinds.py``,
+``tracer.py``, ``evaluation.py``, ``derivative.py``, and the code of each backend that runs programs.
 """

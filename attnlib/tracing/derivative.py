@@ -1,8 +1,8 @@
-"""Derivative of a score program with respect to its score and to every number that it reads.
+"""Derivative of a traced score function with respect to the score and every tensor element that it reads.
 
 The code visits the steps from the last to the first, as torch's autograd does, and follows torch's rules: if
 two numbers are equal, ``minimum`` and ``maximum`` give each half of the gradient, and the gradient of ``abs``
-at 0 is 0. The gradient of ``clamp`` at a bound depends on the torch version, so we ask torch.
+at 0 is 0. The gradient of ``clamp`` at a bound depends on the torch version, so we try it out once.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import torch
 from .kinds import FLOAT
 from .program import Operand, Program, Step, Steps, Value
 
-BY_RESULT = "d"  # name of the input that holds the gradient of the program's result
+BY_RESULT = "d"  # the input of the derivative that holds the gradient of the program's result
 
 
 class Read(NamedTuple):
-    """A number that the program reads: its tensor, its indices, and the derivative with respect to it."""
+    """A tensor element that the program reads: its tensor, its indices, and the derivative by it."""
 
     tensor: Value
     indices: tuple[Operand, ...]
@@ -26,10 +26,10 @@ class Read(NamedTuple):
 
 
 class Derivative(NamedTuple):
-    """The derivative as steps on the program's inputs and ``d``, the gradient of the program's result.
+    """The derivative of a program, as steps on the program's inputs and ``d``, the gradient of its result.
 
     ``score`` is the derivative with respect to the score. ``reads`` has one entry for each float that the
-    result depends on.
+    program loads from a tensor and its result depends on.
     """
 
     inputs: tuple[str, ...]
@@ -45,7 +45,7 @@ class Derivative(NamedTuple):
 
 
 def derivative(program: Program) -> Derivative:
-    """Return the derivative of a score program.
+    """Return the derivative of a traced score function.
 
     >>> doubled = "def score(score, h, t0: float[1]): x0 = load(t0, h); x1 = mul(score, x0); return x1"
     >>> by = derivative(Program(doubled))
@@ -73,7 +73,7 @@ def derivative(program: Program) -> Derivative:
 
 
 def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
-    """Return the gradient of each operand of a step, None if there is none; ``d`` is that of its result."""
+    """Return the gradient of each operand of a step, or None; ``d`` is the gradient of the step's result."""
     add, result, x = steps.add, step.result, step.operands[0]
     y = step.operands[-1]
     match step.operation:
@@ -111,7 +111,7 @@ def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand
 
 
 def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
-    """Return the gradient of an operation on one number; None for casts and ``floordiv``, which have none."""
+    """Return the gradient of an operation on one number, or None for casts and ``floordiv``."""
     add, result, x = steps.add, step.result, step.operands[0]
     match step.operation:
         case "neg":
@@ -138,9 +138,10 @@ def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
 def _choice_gradients(
     steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
 ) -> tuple[Operand, Operand]:
-    """Return the gradients of ``x`` and ``y`` if an operation picks the one that is ``before`` the other.
+    """Return the gradients of ``x`` and ``y`` in an operation such as minimum, which picks one of them.
 
-    If both are equal, each gets its share of ``d``.
+    ``before`` is the comparison that is true if ``x`` is picked. If both are equal, the gradient ``d`` is
+    divided by ``shares``.
     """
     equal = steps.add("eq", x, y)
 
@@ -165,12 +166,12 @@ def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
 
 
 def operands_of(reads: Sequence[Read]) -> list[Operand]:
-    """Return everything that is needed to add up the gradients of reads: indices and derivatives."""
+    """Return the indices and derivatives that are needed to sum the gradients of tensor elements."""
     return [x for known in reads for x in (*known.indices, known.derivative)]
 
 
 def needed(steps: Sequence[Step], results: Sequence[Operand]) -> tuple[Step, ...]:
-    """Return the steps that these results depend on."""
+    """Return only the steps that ``results`` depend on."""
     found, kept = {x for x in results if isinstance(x, Value)}, []
     for step in reversed(steps):
         if step.result in found:

@@ -1,4 +1,4 @@
-"""Evaluation of index programs on torch tensors: each step is a torch operation that broadcasts."""
+"""Run traced mask and score functions on torch tensors: each step is a torch operation that broadcasts."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ def evaluated(
     """Evaluate a program on inputs that broadcast, with floats in ``dtype``; differentiable.
 
     Raises:
-        IndexError: an index is outside its tensor, for a pair that ``counted`` marks.
+        IndexError: an index is outside its tensor, for a query-key pair that ``counted`` marks as True.
     """
     parsed = program.parsed
     lookup = run(parsed.steps, inputs, tensors, dtype, counted)
@@ -53,7 +53,7 @@ def run(
     dtype: torch.dtype,
     counted: Tensor | None = None,
 ) -> Lookup:
-    """Run the steps, and return a function that gives any operand as a tensor of the requested kind."""
+    """Run the steps, and return a function that looks up any operand as a tensor of the requested kind."""
     device = next(iter(inputs.values())).device
     known = {Value(name): x for name, x in inputs.items()}
     captured = {Value(f"t{n}"): x for n, x in enumerate(tensors)}
@@ -70,14 +70,14 @@ def run(
 
 
 def index_at(index: Operand, size: int, lookup: Lookup, kind: str) -> Tensor:
-    """Return an index clamped to a dimension of ``size``; a negative constant counts from the end."""
+    """Clamp an index to a dimension of length ``size``; a negative constant counts from the end."""
     if isinstance(index, int) and index < 0:
         index += size
     return lookup(index, kind).clamp(0, size - 1)
 
 
 def _evaluate(step: Step, captured: Mapping[Value, Tensor], lookup: Lookup, counted: Tensor | None) -> Tensor:
-    """Evaluate one step."""
+    """Compute the result of one step of a program."""
     if step.operation == "load":
         x, indices = captured[step.operands[0]], step.operands[1:]
         if counted is not None:
@@ -89,18 +89,18 @@ def _evaluate(step: Step, captured: Mapping[Value, Tensor], lookup: Lookup, coun
     if step.operation == "where":
         condition, *choices = step.operands
         return torch.where(lookup(condition, BOOL), *(lookup(x, step.takes) for x in choices))
-    if step.operation in BY_NUMBERS:  # a bound or exponent passed as a tensor may change the derivative
+    if step.operation in BY_NUMBERS:  # as tensors, constant bounds or exponents may change the derivative
         numbers = [lookup(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
         return BY_NUMBERS[step.operation](*numbers)
-    if step.operation not in OPERATIONS:  # a cast
+    if step.operation not in OPERATIONS:  # a cast such as to_int32
         return lookup(*step.operands, step.kind)
     return OPERATIONS[step.operation](*(lookup(x, step.takes) for x in step.operands))
 
 
 def _check(step: Step, x: Tensor, lookup: Lookup, counted: Tensor) -> None:
-    """Raise IndexError for an index outside its tensor, for a pair that counts.
+    """Raise IndexError if a load reads outside its tensor, for a query-key pair that ``counted`` marks.
 
-    Constant indices are not checked here, since tracing has checked them.
+    Constant indices are not checked here, since tracing has checked them already.
     """
     for n, (operand, size) in enumerate(zip(step.operands[1:], x.shape, strict=True)):
         if not isinstance(operand, Value):
@@ -115,5 +115,5 @@ def _check(step: Step, x: Tensor, lookup: Lookup, counted: Tensor) -> None:
 
 
 def _divisor(y: Tensor) -> Tensor:
-    """Replace a divisor of 0 by 1, as kernels cannot report a division by zero."""
+    """Replace divisors of 0 by 1, because kernels cannot report a division by zero."""
     return torch.where(y == 0, 1, y)

@@ -1,7 +1,7 @@
-"""Kinds of numbers in functions of indices, and their promotion: that of torch's 0-dimensional tensors.
+"""Types of numbers in mask and score functions ("kinds"), promoted like 0-dimensional torch tensors.
 
-Bools and integers keep their dtype. All floats are one kind, computed in fp32, or in fp64 for scores if q is
-fp64.
+Bools and integers keep their dtype. All floats have the same kind; they are computed in fp32, or in fp64 in
+score functions if q is fp64.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = (
     "int64",
     "float",
 )
-BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of each integer kind
+BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # width of each integer kind
 DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PAIRS = tuple(DTYPES.items())
 BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
 TRANSCENDENTAL = ("exp", "exp2", "log", "tanh", "sigmoid")
-# For each operation: the number of operands, the kind to which they are converted (None: torch's promotion),
-# and the kind of the result (None: the kind of the operands).
+# Each operation has three properties: the number of operands, the kind to which they are converted (None for
+# torch's promotion), and the kind of the result (None for the kind of the operands).
 OPERATIONS = MappingProxyType(
     {
         **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),
@@ -40,7 +40,7 @@ OPERATIONS = MappingProxyType(
         "logical_not": (1, BOOL, BOOL),
     }
 )
-# The operation to use instead if all operands are bools; torch supports no other operations on bools.
+# Torch supports few operations on bools; if all operands are bools, use these operations instead.
 OF_BOOLS = MappingProxyType(
     {"add": "logical_or", "mul": "logical_and", "minimum": "logical_and", "maximum": "logical_or"}
     | {"clamp_min": "logical_or", "clamp_max": "logical_and"}
@@ -49,7 +49,7 @@ OF_BOOLS = MappingProxyType(
 
 
 def kind_of(dtype: object) -> str | None:
-    """Return the kind of a dtype, or None. (A loop, since Dynamo may lose track of a mapping.)"""
+    """Return the kind of a dtype, or None; this is a loop since Dynamo may lose track of a mapping."""
     for kind, known in _PAIRS:
         if dtype == known:
             return kind
@@ -57,14 +57,14 @@ def kind_of(dtype: object) -> str | None:
 
 
 def limits(kind: str) -> tuple[int, int]:
-    """Return the least and the greatest integer of a kind; a bool counts as 0 or 1."""
+    """Return the smallest and the largest integer that a kind can hold; for bools, these are 0 and 1."""
     if kind in (BOOL, UINT8):
         return 0, 1 if kind == BOOL else 255
     return -(1 << (BITS[kind] - 1)), (1 << (BITS[kind] - 1)) - 1
 
 
 def fits(x: int, kind: str) -> bool:
-    """True if a kind can hold an integer; the float kind can, with rounding."""
+    """True if a kind can hold the integer ``x``; the float kind holds any integer, rounded."""
     return kind == FLOAT or limits(kind)[0] <= x <= limits(kind)[1]
 
 
@@ -75,7 +75,7 @@ def wrapped(x: int, kind: str) -> int:
 
 
 def promoted(kinds: Sequence[str], constants: Sequence[bool | int | float]) -> str:
-    """Return the kind of a result of numbers of these kinds and of Python constants.
+    """Return the kind that an operation converts its operands to, given their kinds and Python constants.
 
     As in torch, a constant only matters if it is a float among integers, or a number among bools.
     """

@@ -1,8 +1,8 @@
-"""Programs: functions of indices as lists of steps, each an operation on earlier values and constants.
+"""Programs: traced mask and score functions, as lists of steps that operate on earlier values and constants.
 
-A program is text. Two functions that do the same have the same text, and a custom operator can take a string
-as argument. Every backend reads programs: the torch backend runs the steps on tiles, and the Triton backend
-writes them into its kernels.
+A program is stored as text, because custom operators can take strings as arguments, and because functions
+that do the same then compare as equal. Every backend reads programs: the torch backend runs the steps on
+tiles, and the Triton backend writes them into its kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ BRACKETS = "write an index for each dimension in one pair of brackets, as in t[b
 
 
 def constant(function: Callable) -> Callable:
-    """Mark a function that a compiler should call once, and whose result it should treat as a constant.
+    """Mark a function that torch.compile should call once, and whose result it should treat as a constant.
 
-    The decorator does the same as ``torch.compiler.assume_constant_result``, but does not import the
+    The decorator does the same as ``torch.compiler.assume_constant_result``, but without importing the
     compiler, which takes two seconds.
     """
     function._dynamo_marked_constant = True
@@ -26,7 +26,7 @@ def constant(function: Callable) -> Callable:
 
 
 class Value(NamedTuple):
-    """The name of an input, a captured tensor or an earlier step."""
+    """A reference by name to an input of a program, a captured tensor, or the result of an earlier step."""
 
     name: str
 
@@ -35,14 +35,14 @@ Operand = Value | bool | int | float
 
 
 class CapturedKind(NamedTuple):
-    """The properties of a captured tensor that a program depends on: its element kind and its rank."""
+    """The kind of elements and the rank of a captured tensor: programs depend only on these two."""
 
     kind: str
     rank: int
 
 
 class Step(NamedTuple):
-    """An operation on operands that are converted to the kind ``takes``; the result has a name and a kind.
+    """One operation of a program: it converts its operands to the kind ``takes``, and names its result.
 
     Two operations also have operands of other kinds. ``load`` takes a tensor and an index for each of its
     dimensions; indices are clamped to the valid range, and a negative constant counts from the end. ``where``
@@ -67,9 +67,9 @@ class Parsed(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function of indices as one line of text, which compilers may quote in comments.
+    """A traced mask or score function as one line of text, which compilers may quote in comments.
 
-    ``parsed`` holds the steps.
+    ``parsed`` holds the steps of the program.
 
     >>> steps = Steps(INDICES, [CapturedKind("int32", 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
@@ -94,12 +94,12 @@ class Program(NamedTuple):
 
     @property
     def read(self) -> frozenset[str]:
-        """The names of all operands of the steps, inputs included."""
+        """The names of everything that the steps use: inputs, captured tensors and earlier results."""
         return frozenset(x.name for step in self.parsed.steps for x in step.operands if isinstance(x, Value))
 
     @property
     def exponentials(self) -> int:
-        """The number of exponentials, logarithms, powers and hyperbolic tangents per pair; an upper bound."""
+        """An upper bound on the number of exp, log, pow, tanh and sigmoid operations per query-key pair."""
         return sum(step.operation in (*TRANSCENDENTAL, "pow") for step in self.parsed.steps)
 
     @property
@@ -115,9 +115,9 @@ class Program(NamedTuple):
 
 
 class Steps:
-    """A program under construction, without duplicate steps.
+    """A program under construction; a repeated step is added only once.
 
-    ``add``, ``where``, ``load`` and ``cast`` return the value that the step computes.
+    ``add``, ``where``, ``load`` and ``cast`` add a step and return a reference to its result.
     """
 
     def __init__(self, inputs: Sequence[str], captured: Sequence[CapturedKind]):
@@ -127,7 +127,7 @@ class Steps:
         self._kinds = {Value(name): INT64 if name in INDICES else FLOAT for name in inputs}
 
     def add(self, operation: str, *operands: Operand) -> Operand:
-        """Add an operation of :data:`OPERATIONS`; a logical operation with True or False needs no step.
+        """Add an operation of :data:`OPERATIONS`; logical operations with True or False are simplified away.
 
         Raises:
             TypeError: torch does not have the operation for operands of these kinds.
@@ -156,7 +156,7 @@ class Steps:
         return self._step(operation, operands, takes, kind or takes)
 
     def where(self, condition: Operand, x: Operand, y: Operand) -> Operand:
-        """Add a choice between two values by a bool; two bools give a bool.
+        """Add a choice between two values, as ``torch.where`` does; two bools give a bool.
 
         Raises:
             TypeError: the condition is not a bool, or a constant does not fit the kind of the other value.
@@ -171,7 +171,7 @@ class Steps:
         """Add a read of one element of captured tensor ``n``.
 
         Raises:
-            TypeError: there is not exactly one int index for each dimension.
+            TypeError: the indices are not exactly one int for each dimension of the tensor.
         """
         kind, rank = self.captured[n]
         if len(indices) != rank:
@@ -194,9 +194,9 @@ class Steps:
         return BOOL if isinstance(x, bool) else INT64 if isinstance(x, int) else FLOAT
 
     def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
-        """Copy the steps of another program and return its result.
+        """Copy the steps of another program into this one, and return a reference to its result.
 
-        ``tensors`` holds the number that each of its captured tensors has here.
+        ``tensors`` lists which captured tensors of this program replace those of the other one, by number.
         """
         parsed = program.parsed
         here = {Value(name): Value(name) for name in parsed.inputs}
@@ -207,7 +207,7 @@ class Steps:
         return here[parsed.result] if isinstance(parsed.result, Value) else parsed.result
 
     def program(self, name: str, result: Operand) -> Program:
-        """Return the program that returns ``result``."""
+        """Finish the program: return it as text, with ``result`` as its return value."""
         tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
         made = (
             f"{x.result.name} = {x.operation}({', '.join(map(_written, x.operands))})"
@@ -223,20 +223,20 @@ class Steps:
         )
 
     def _refuse_wrapped(self, operation: str, operands: Sequence[Operand], kind: str) -> None:
-        """Raise TypeError for a constant out of range, which only some torch versions refuse."""
+        """Raise TypeError for a constant that its kind cannot hold; only some torch versions raise one."""
         for x in operands:
             if isinstance(x, int) and not isinstance(x, bool) and kind != BOOL and not fits(x, kind):
                 raise TypeError(f"{operation}: expected a number of {kind}, got {x}; write .long()")
 
     def _step(self, operation: str, operands: tuple[Operand, ...], takes: str, kind: str) -> Value:
-        key = (operation, *((type(x), x) for x in operands))  # with the type, since True == 1 == 1.0
+        key = (operation, *((type(x), x) for x in operands))  # with types, because True == 1 == 1.0
         if key not in self._made:
             result = Value(f"x{len(self._made)}")
             self._made[key], self._kinds[result] = Step(result, operation, operands, takes, kind), kind
         return self._made[key].result
 
     def parsed(self, result: Operand) -> Parsed:
-        """Return all steps so far as a parsed program with this result."""
+        """Return the steps added so far as a parsed program that returns ``result``."""
         return Parsed(self.inputs, self.captured, tuple(self._made.values()), result)
 
 
@@ -268,7 +268,7 @@ def _read(text: str) -> Parsed:
 
 @constant
 def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
-    """Return all constant indices in the loads of a program, as (tensor number, dimension, index)."""
+    """Return all constant indices with which a program loads, as (tensor number, dimension, index)."""
     found = []
     for line in text.split("; "):
         _, is_load, read = line.partition(" = load(")
@@ -281,9 +281,9 @@ def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
 def combined(
     operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[CapturedKind]
 ) -> Program:
-    """Combine mask programs by a logical operation.
+    """Combine mask programs into one by a logical operation.
 
-    Each program comes with the numbers that its tensors have among ``captured``.
+    Each part is a program and a list that maps its tensors to tensors in ``captured``, by number.
     """
     parts = tuple((program.text, tuple(tensors)) for program, tensors in parts)
     return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
@@ -297,11 +297,11 @@ def _combined(operation: str, parts: tuple, captured: tuple) -> str:
 
 
 def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
-    """Simplify a logical operation with a constant operand."""
+    """Simplify a logical operation in which an operand is the constant True or False."""
     if operation == "logical_not":
         return not operands[0]
     known, other = sorted(operands, key=lambda x: not isinstance(x, bool))
-    decides = operation == "logical_or"  # the constant that decides the result without the other operand
+    decides = operation == "logical_or"  # this constant alone decides the result
     return decides if known is decides else other
 
 

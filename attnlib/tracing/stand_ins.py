@@ -1,4 +1,4 @@
-"""Stand-ins for the arguments of a function of indices, and the errors for unsupported operations."""
+"""Placeholders for the arguments of traced functions (stand-ins), and errors for unsupported operations."""
 
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -21,25 +21,25 @@ INDEXED = (
 )
 TAKEN = "len(), torch.tensor() and lists cannot take an index or a tensor; use it as it is"
 TEXT = "str(), print() and f-strings cannot know an index; leave them out"
-READ = ("item", "tolist", "numpy")  # methods that return the value of a number to Python
+READ = ("item", "tolist", "numpy")  # methods that would convert a traced number to a Python or numpy value
 NUMPY = "numpy cannot take an index; use torch's functions, and int() or float() of numpy's numbers"
 
 
 class TraceError(TypeError):
-    """The error for an operation that no kernel can do; the message names the operation and its line."""
+    """Raised if a mask or score function uses an unsupported operation; the message names its line."""
 
 
 class FirstQuery:
-    """The type of ``FIRST_QUERY``, an argument that stands for the first query of each sequence.
+    """The type of ``FIRST_QUERY``, an argument of mask and score functions.
 
-    The function sees it as an int64 tensor ``[b]`` of storage indices.
+    The function gets an int64 tensor ``[b]`` in its place: the storage index of each sequence's first query.
     """
 
     def __repr__(self) -> str:
         return "FIRST_QUERY"
 
     def __reduce__(self) -> str:
-        """Return the name of the global object, so that copies and pickles are that same object."""
+        """Return the name of the global object, so that copying and unpickling return this same object."""
         return "FIRST_QUERY"
 
 
@@ -50,7 +50,7 @@ Refusal = Callable[..., NoReturn]
 
 
 class Refusing(Protocol):
-    """The interface of a tracer that stand-ins use."""
+    """The methods of a tracer that stand-ins call."""
 
     def refuse(self, why: str) -> NoReturn: ...
     def create_proxy(
@@ -59,7 +59,7 @@ class Refusing(Protocol):
 
 
 def _refusing(why: str) -> Refusal:
-    """Return a method of a stand-in that raises TraceError."""
+    """Return a method for stand-ins that raises TraceError when it is called."""
 
     def refuse(self: "Known", *_: object, **__: object) -> NoReturn:
         self.tracer.refuse(why)
@@ -68,7 +68,7 @@ def _refusing(why: str) -> Refusal:
 
 
 class Known(Proxy):
-    """A stand-in for the result of a step, an input or a tensor; unsupported uses raise TraceError."""
+    """A placeholder for an input, a tensor or a step's result; unsupported uses of it raise TraceError."""
 
     def __init__(self, operand: object, tracer: Refusing):
         super().__init__(operand, tracer)
@@ -107,7 +107,7 @@ class Known(Proxy):
     def __getattr__(self, name: str) -> Proxy:
         if name.startswith("__array_"):
             self.tracer.refuse(NUMPY)
-        if name.startswith(("__cuda_array_", "__dlpack_")):  # torch.tensor() reads these
+        if name.startswith(("__cuda_array_", "__dlpack_")):  # torch.tensor() reads these attributes
             self.tracer.refuse(TAKEN)
         if name in READ:
             self.tracer.refuse(
@@ -119,10 +119,10 @@ class Known(Proxy):
 
 
 def line_of(frame: FrameType) -> str | None:
-    """Return the user's line that led to a frame: the innermost one outside torch and the tracer.
+    """Return the line of the user's function that led to ``frame``: the innermost outside torch and tracer.
 
-    The result is None if the call of the function has no such line; the function is then not Python code
-    (``max``, for example).
+    The result is None if there is no such line, because the traced function is not Python code (``max``, for
+    example).
     """
     while _is_ours(frame):
         if frame.f_globals["__name__"] == f"{__package__}.trace":

@@ -1,4 +1,4 @@
-"""Tracing of a function of indices: torch.fx calls it once, with proxies for numbers and tensors."""
+"""Trace a mask or score function: call it once, with torch.fx proxies in place of numbers and tensors."""
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars, unwrap
@@ -15,14 +15,14 @@ Kinds = tuple[tuple[str, int] | None, ...]
 
 
 def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]) -> Program:
-    """Convert ``function`` into a program.
+    """Convert a mask or score function into a program by calling it once with placeholders.
 
     A ``mask`` function maps ``(b, h, i, j, *tensors)`` to a bool; a ``score`` function maps
     ``(score, b, h, i, j, *tensors)`` to a float. The program depends only on the kinds and ranks of the
     tensors, but constant indices are compared with the tensors' shapes.
 
     Raises:
-        TraceError: the function does something that no program can, or returns a value of the wrong kind.
+        TraceError: the function uses an unsupported operation, or returns a value of the wrong kind.
 
     >>> print(traced("mask", lambda b, h, i, j: (i - j) % 2 == 0, ()))
     def mask(b, h, i, j, first):
@@ -48,7 +48,7 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
 def _traced_text(
     name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None
 ) -> str:
-    """Return the program text for tensors of these kinds, ranks and shapes; a kind of None is FIRST_QUERY."""
+    """Return the program's text for tensors of these kinds and shapes; the kind None means FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
@@ -60,14 +60,14 @@ def _traced_text(
 
 
 def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object:
-    """Call the function with stand-ins, and turn any exception into a TraceError."""
+    """Call the function with stand-ins as arguments, and convert any exception into a TraceError."""
     try:
         return function(*arguments)
     except TraceError:
         raise
-    except Exception as error:  # Python and libraries may raise any exception for a stand-in
+    except Exception as error:  # code that gets a stand-in may raise any exception
         line, message = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
-        if line is None:  # the function was not entered: its arguments differ, or it is no Python code
+        if line is None:  # the function never ran: it takes other arguments, or is not Python code
             inputs = SCORED[:-1] if name == "score" else INDICES[:-1]
             takes = ", ".join((*inputs, *(f"t{n}" for n in range(len(arguments) - len(inputs)))))
             message = message.splitlines()[0].removesuffix(", but expected one of:")
@@ -77,13 +77,13 @@ def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object
 
 
 def _beginning(function: Callable) -> str:
-    """Return the file and line on which a function begins, or the repr of another callable."""
+    """Return the file and line on which a function begins, or the repr of a callable without Python code."""
     code = getattr(unwrap(function), "__code__", None)
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[CapturedKind]:
-    """Return the kind and rank of each tensor; FIRST_QUERY is left out.
+    """Return the kind and rank of each tensor among the arguments of a function, skipping FIRST_QUERY.
 
     Raises:
         TypeError: an argument is not a strided tensor of a known dtype.
@@ -103,11 +103,11 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
 def _refuse_enclosed(name: str, function: Callable) -> None:
     """Raise TraceError if the function uses a tensor from its closure or globals.
 
-    The program could not notice if such a tensor changed.
+    The traced program would not notice if the variable were set to another tensor.
     """
     try:
         around = getclosurevars(unwrap(function))
-    except TypeError:  # a callable object, or a functools.partial
+    except TypeError:  # callable objects and functools.partial have no closure
         return
     for variable, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, Tensor):

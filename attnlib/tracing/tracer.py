@@ -1,4 +1,4 @@
-"""Tracer: adds a program step for everything that a function of indices does to its stand-ins."""
+"""Tracer: records what a mask or score function does with its placeholder arguments (stand-ins) as steps."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ from .kinds import BOOL, FLOAT, INT8, INT16, INT32, INT64, OPERATIONS, UINT8, fi
 from .program import BRACKETS, Operand, Program, Steps, Value
 from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
 
-# The names that Python, torch and its tensors use for the operations of a program.
+# Maps the names that Python, torch and its tensors use to the operations of a program.
 OPERATION_NAMES = MappingProxyType(
     {name: name for name in OPERATIONS}
     | {
@@ -34,29 +34,29 @@ OTHER_FUNCTIONS = frozenset(("pos", "where", "square", "logical_xor"))
 TENSOR_MAKERS = frozenset(
     ("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like")))
 )
-MULTIPLIED = 8  # powers up to this exponent are computed as products
+MULTIPLIED = 8  # powers up to this exponent become products
 
 
 class Tracer(TracerBase):
-    """A torch.fx tracer that adds a program step for every operation on a stand-in.
+    """A torch.fx tracer that adds a step to a program for every operation on a placeholder (a stand-in).
 
-    ``shapes`` are the shapes of the captured tensors, if constant indices are to be compared with them.
-    ``beginning`` names the place of the function, for errors that belong to none of its lines.
+    If ``shapes`` of the captured tensors are given, constant indices are compared with them. ``beginning`` is
+    the file and line where the function begins, for errors that no line of the function causes.
     """
 
     def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None, beginning: str):
         super().__init__()
-        self.graph: Graph = Graph()  # stays empty; proxies only format names with it
+        self.graph: Graph = Graph()  # stays empty, since proxies only use it to format names
         self.name: str = name
         self.steps: Steps = steps
         self.first: Known = Known(FIRST_QUERY, self)
         self.shapes: tuple[tuple[int, ...], ...] | None = shapes
         self._beginning = beginning
         self._has_ended = False
-        self._refused: TraceError | None = None  # the first error; the function may have caught it
+        self._refused: TraceError | None = None  # the first error, kept because the function may catch it
 
     def captured(self, n: int) -> Known:
-        """Return the stand-in of tensor ``n``; a tensor without dimensions is a number."""
+        """Return the stand-in for captured tensor ``n``; a tensor without dimensions is read as a number."""
         return Known(self.steps.load(n) if self.steps.captured[n].rank == 0 else _Tensor(n), self)
 
     def program(self, given: object) -> Program:
@@ -82,7 +82,7 @@ class Tracer(TracerBase):
     def create_proxy(
         self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any
     ) -> Proxy:
-        """Record an operator, a torch function or a method; torch.fx calls this."""
+        """Record a call of an operator, a torch function or a method; torch.fx calls this method."""
         called = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if kind == "call_method" and called == "where" and len(args) == 3:
             args = (args[1], args[0], args[2])
@@ -94,7 +94,7 @@ class Tracer(TracerBase):
             self.refuse(str(error))
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise TraceError with the line of the function that is running now."""
+        """Raise a TraceError that names the line at which the traced function is now."""
         line = None if self._has_ended else line_of(sys._getframe(1))
         error = TraceError(f"{self.name}_mod: {line or self._beginning}: {why}")
         self._refused = self._refused or error
@@ -128,7 +128,7 @@ class Tracer(TracerBase):
         if called == "where" and len(args) == 3:
             return steps.where(*operands)
         if called.startswith("logical_") and not kwargs:
-            operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as True unless it is 0
+            operands = [steps.cast(x, BOOL) for x in operands]  # numbers other than 0 count as True
             called = "ne" if called == "logical_xor" else called
         if called == "square" and len(args) == 1:
             return self._power(operands[0], 2)
@@ -217,7 +217,7 @@ class Tracer(TracerBase):
         return product if n >= 0 else steps.add("truediv", 1.0, product)
 
     def _product(self, x: Operand, n: int) -> Operand:
-        """Return ``x ** n`` by repeated squaring; an integer to the power 0 is 1 of its kind."""
+        """Compute ``x ** n`` by repeated squaring; the result has the kind of ``x``, even if ``n`` is 0."""
         steps = self.steps
         if n == 0:
             return steps.add("add", steps.add("mul", x, 0), 1)
@@ -229,7 +229,7 @@ class Tracer(TracerBase):
 
     def _operand(self, x: object) -> Operand:
         if isinstance(x, Proxy):
-            x = x.node  # for a proxy of an attribute, this records the access
+            x = x.node  # if x is a proxy of an attribute, reading its node records the access
         if isinstance(x, _Tensor):
             self.refuse(f"tensor {x.number} is used as a whole; index it, as in table[h]")
         if x is FIRST_QUERY:
@@ -244,7 +244,7 @@ class Tracer(TracerBase):
         if isinstance(x, float):
             return float(x)
         if not isinstance(x, int):
-            if hasattr(x, "__float__"):  # a numpy number, or a Decimal
+            if hasattr(x, "__float__"):  # for example a numpy number or a Decimal
                 self.refuse(f"expected a number of Python's, got {x!r:.60}; write int() or float() of it")
             self.refuse(f"expected a number, got {type(x).__name__}")
         if not fits(x, INT64):
@@ -253,6 +253,6 @@ class Tracer(TracerBase):
 
 
 class _Tensor(NamedTuple):
-    """A captured tensor, which has no value until it is indexed."""
+    """A captured tensor by its number; the function must index it to get a value."""
 
     number: int
