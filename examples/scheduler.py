@@ -112,7 +112,7 @@ class Scheduler:
     def plan(self) -> dict[Stream, int]:
         """Preempt and admit requests; return how many tokens each stream stores in the next step.
 
-        New tokens come first; prompts share the rest of the budget by rank.
+        New tokens come first; prompts share the rest of the budget in order of priority.
         """
         arrived = sorted(self.live + self.waiting, key=lambda stream: stream.rank)
         fitting, free = 0, self.pages

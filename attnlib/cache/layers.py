@@ -25,7 +25,7 @@ def make_layers(
 def prepare_layers(
     layers: Sequence[LayerCache], page_size: int, step: PerStep, windows: Mapping[Window, PerWindow]
 ) -> None:
-    """Give all layers the buffer slices for steps of one shape."""
+    """Prepare the views that all layers hand out in cache steps of one shape."""
     for layer in layers:
         layer._prepare(page_size, step, windows[layer.layout.window_class])
 

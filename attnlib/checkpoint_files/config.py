@@ -15,7 +15,7 @@ CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
 # Only the forward pass reads these flags, so the constructor would not notice a wrong type.
 FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
 EPSILON = re.compile(r"(.*_)?eps(ilon)?")
-# While a model is built, Python loops run as often as these fields say.
+# These fields are loop counts while a model is built, so an absurd value would never end.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
 MOST_LAYERS, MOST_PARTS = 64, 4096  # these counts are allowed even if the folder has fewer tensors

@@ -232,7 +232,9 @@ class _Sample:
 
     def __init__(self):
         self._seen, self._share = 0, 1.0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # the retained random numbers and rows of each batch
+        self._parts: list[
+            tuple[Tensor, Tensor]
+        ] = []  # per batch: the sampled activation rows, and the random numbers that chose them
 
     def add(self, x: Tensor) -> None:
         places = torch.arange(self._seen, self._seen + len(x), device=x.device)

@@ -90,7 +90,7 @@ def _try(question: Question) -> None:
 
 
 def yes() -> bool:
-    """Return True, for torch versions that cannot tell if something observes a call."""
+    """Return True: a torch version that cannot be asked is treated as if something observes every call."""
     return True
 
 

@@ -186,6 +186,6 @@ def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor
 
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
-    """Return a factory of context managers in which the backward runs with the autocast state of now."""
+    """Return a function that makes contexts with the current autocast state, for the backward."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype=dtype, enabled=enabled)

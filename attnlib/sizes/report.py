@@ -63,7 +63,7 @@ class Setting:
         return self.chip.memory if self.memory is None else self.memory
 
     def sharing(self, model: Model) -> int:
-        """Return how many ranks take part both in sharding a cache by token and in sharding the heads."""
+        """Return how many ranks shard both the tokens of the cache and the heads."""
         return gcd(self.context_ranks, *(_copies(shape, self.ranks) for shape in model.layers))
 
 

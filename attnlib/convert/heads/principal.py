@@ -47,7 +47,7 @@ def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reac
 
 
 def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Groups:
-    """Search for the groups whose principal merge loses least, by simulated annealing with a fixed seed."""
+    """Search for the head groups that lose least when merged, by simulated annealing (fixed seed)."""
     return annealed(group_loss(heads, calibration, keys=keys), len(heads.k), groups)
 
 

@@ -30,7 +30,7 @@ class QueryProjection:
     down: Tensor
 
     def of_inputs(self) -> Tensor:
-        """Multiply both maps into one projection ``[h, d, m + 1]``, whose last column is the bias."""
+        """Multiply both query projections into one, ``[h, d, m + 1]``; the last column is the bias."""
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
     def scaled(self, calibration: Calibration) -> "QueryProjection":

@@ -281,7 +281,7 @@ def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """Run after a model's forward, as its hook, even if the forward raised."""
+    """Forward hook: runs after every forward of the model, even if the forward raised."""
     if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.end(model, output)
 

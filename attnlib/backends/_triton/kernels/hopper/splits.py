@@ -147,7 +147,7 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 
 @gluon.jit
 def raised(m_i, highest):
-    """Raise the maximum to ``highest`` if that is much higher; return it, and a copy with 0 for -inf."""
+    """Return the running maximum, raised if ``highest`` is much higher, and the maximum to subtract."""
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)

@@ -55,7 +55,7 @@ from .shared import (
 )
 from .turns import mark_added, wait_to_add
 
-FULL: gl.constexpr = FIRST  # one named barrier per slot of ds: both consumers have stored their ds
+FULL: gl.constexpr = FIRST  # first of the named barriers, one per slot of ds: both consumers have stored it
 # One named barrier per consumer and slot of ds signals that dq has been computed from the slot.
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)
 ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads of the consumers and the third warpgroup

@@ -137,7 +137,7 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
-    """Add the tile of tokens from ``n`` on to the running sums.
+    """Add the tile that begins at token ``n`` to the running softmax sums.
 
     Tokens of the tile outside the split get a scale of 0.
     """
