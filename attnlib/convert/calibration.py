@@ -232,9 +232,8 @@ class _Sample:
 
     def __init__(self):
         self._seen, self._share = 0, 1.0
-        self._parts: list[
-            tuple[Tensor, Tensor]
-        ] = []  # per batch: the sampled activation rows, and the random numbers that chose them
+        # For each batch, the random numbers of the sampled rows and the rows themselves.
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, x: Tensor) -> None:
         places = torch.arange(self._seen, self._seen + len(x), device=x.device)

@@ -66,7 +66,7 @@ class Head:
         return cls(model, {name: lambda first, last, x=x: x[first:last] for name, x in whole.items()})
 
     def take(self, first: int, last: int) -> None:
-        """Load the head's weights for the tokens in ``[first, last)``; calls then return only their logits."""
+        """Load the head's weights for tokens ``[first, last)``; calls then return only their logits."""
         for name, rows in self._rows.items():
             setattr(self._head, name, None)  # free the old rows before new ones are allocated
             setattr(self._head, name, nn.Parameter(rows(first, last), requires_grad=False))
