@@ -73,8 +73,13 @@ class GroupedQueryAttention(nn.Module):
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
+    sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
 
     def __init__(

@@ -18,7 +18,7 @@ from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import AttentionCall, attention_call
-from .captured import captured_by_mask, captured_by_score
+from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
@@ -53,6 +53,33 @@ class MultiHeadLatentAttention(nn.Module):
             unknown.
         TypeError: an argument has the wrong type, such as a mask that is not a Mask.
     """
+
+    hidden_size: int
+    num_heads: int
+    mask: AnyMask
+    rope: Rope | None
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    v_head_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    temperature: Temperature | None
+    dropout_p: float
+    form: str
+    backend: str | None
+    context_parallel: ContextParallel | None
+    mask_tensors: CapturedTensors | None
+    score: CapturedTensors | None
+    q_gain: float  # multiplies the rotated channels of q, for YaRN
+    scale: float
+    q_proj: nn.Linear  # without q_lora_rank
+    q_a_proj: nn.Linear  # these three with q_lora_rank
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Linear
+    kv_a_proj_with_mqa: nn.Linear
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Linear
+    o_proj: nn.Linear
 
     def __init__(
         self,
