@@ -43,7 +43,7 @@ LARGE = DefaultSizes(4096, 32, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStorage:
-    """How a model family stores its attention in checkpoints; the defaults describe Llama.
+    """The layout of attention in the checkpoints of a model family; the defaults describe Llama.
 
     ``path`` is a regex for the name of a layer's attention module; its group is the layer number. ``stem``
     matches the prefix of that name in a file. ``weights`` maps the family's module names to attnlib's. A

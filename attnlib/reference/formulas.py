@@ -21,7 +21,7 @@ class ProblemSizes(NamedTuple):
 
 
 class TileVisits(NamedTuple):
-    """How many queries and keys an algorithm reads in total, over all tiles of query-key pairs it processes.
+    """The numbers of queries and keys that an algorithm reads, summed over all tiles that it processes.
 
     The constructors ``full`` (no mask) and ``causal`` give exact numbers. For other masks, ``full`` gives an
     upper bound, since it counts every tile.

@@ -35,7 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list", action="store_true", help="list the known models and chips, with their sources"
     )
-    shape = parser.add_argument_group("model: a known name, or any shape")
+    _add_model(parser.add_argument_group("model: a known name, or any shape"))
+    _add_serving(parser.add_argument_group("serving"))
+    files = parser.add_argument_group("output files, in addition to the table")
+    files.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
+    files.add_argument(
+        "--png", type=Path, metavar="FILE", help="plot of cache size against context, at the largest batch"
+    )
+
+
+def _add_model(shape: argparse._ArgumentGroup) -> None:
+    """Add the options that describe the model."""
     shape.add_argument("--model", metavar="NAME", help="name of a known model")
     shape.add_argument("--hidden-size", type=int, metavar="N")
     shape.add_argument("--num-heads", type=int, metavar="N")
@@ -57,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rotary key of MLA variants (default: the model's, or 64)",
     )
-    serving = parser.add_argument_group("serving")
+
+
+def _add_serving(serving: argparse._ArgumentGroup) -> None:
+    """Add the options that describe how the model is served."""
     serving.add_argument(
         "--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens per sequence"
     )
@@ -99,11 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="GIB",
         help="weights of one rank, subtracted from the memory",
-    )
-    files = parser.add_argument_group("output files, in addition to the table")
-    files.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
-    files.add_argument(
-        "--png", type=Path, metavar="FILE", help="plot of cache size against context, at the largest batch"
     )
 
 

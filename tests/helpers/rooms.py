@@ -1,17 +1,13 @@
-"""The rooms of the package from top to bottom, and which each may import; docs/files.py makes a table of
-them.
+"""The rooms of the package from top to bottom, and the rooms that each may import.
+
+docs/files.py makes the import table of docs/internals.md from them.
 """
 
 VALUES = (
     "merge", "fp8", "kv", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
-FAMILIES = (
-    "forward",
-    "backward",
-    "mla_decode",
-    "gqa_decode",
-)  # of Hopper's kernels, none of which imports another
+FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper kernels; none imports another
 HOPPER = "backends/_triton/kernels/hopper"
 UNDER_FAMILIES = (HOPPER, "backends/_triton/kernels")
 UNDER_PLANS = (
@@ -21,7 +17,10 @@ UNDER_PLANS = (
     "backends",
     "call",
 )
-# The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
+CACHES = ("cache/kv_cache", "cache")
+OVER_LAYERS = ("layers", *CACHES, "functional", "sizes", *VALUES)
+RUNNING = ("dispatch/run", "dispatch/storage", "packing")
+# A room may import only rooms below it. bench imports what users do.
 ROOMS = {
     "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
     "bench": {"__init__", "parallel", "internal"},
@@ -45,55 +44,11 @@ ROOMS = {
         "integrations",
     },
     "finetune": {"convert", "checkpoint_files", *VALUES},
-    "parallel": {
-        "layers",
-        "cache",
-        "cache/kv_cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "call",
-        "packing",
-        "sizes",
-        *VALUES,
-    },
-    "convert": {
-        "integrations",
-        "layers",
-        "cache",
-        "cache/kv_cache",
-        "functional",
-        "sizes",
-        "checkpoint_files",
-        "models",
-        *VALUES,
-    },
-    "compat": {
-        "layers",
-        "cache",
-        "cache/kv_cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "call",
-        "packing",
-        "sizes",
-        *VALUES,
-    },
-    "integrations": {
-        "layers",
-        "cache",
-        "cache/kv_cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "packing",
-        "sizes",
-        "checkpoint_files",
-        "models",
-        *VALUES,
-    },
-    "layers": {"functional", "dispatch/warnings", "dispatch/run", "cache/kv_cache", "cache", "call", *VALUES},
+    "parallel": {*OVER_LAYERS, *RUNNING, "call"},
+    "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
+    "compat": {*OVER_LAYERS, *RUNNING, "call"},
+    "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
+    "layers": {"functional", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
     "cache/prefixes": {"cache", "dispatch", "call", *VALUES},

@@ -99,14 +99,8 @@ def convert(
                 )
             layers = ConvertedLayers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
-            request = {
-                "tool": TOOL,
-                "torch": str(torch.__version__),
-                "settings": settings,
-                "max_shard_size": max_shard_size,
-                "allow_nonfinite": allow_nonfinite,
-                "inputs": inputs,
-            }
+            request = {"settings": settings, "max_shard_size": max_shard_size, "inputs": inputs}
+            request |= {"tool": TOOL, "torch": str(torch.__version__), "allow_nonfinite": allow_nonfinite}
             work = WorkFolder(target, request)
             work.resume(shard.name for shard in plan.shards)
             _require_room(work, plan, model, unfinished)

@@ -13,7 +13,7 @@ PRINCIPAL = ("principal", "principal-values")
 
 @dataclass(frozen=True, slots=True)
 class MergeRecipe:
-    """How to merge heads: the merge method, the alignment before it, and the grouping.
+    """The options of a merge of heads: the method, the alignment before it, and the grouping.
 
     Key errors are averaged over query-key distances up to ``reach``.
     """

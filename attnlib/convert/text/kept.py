@@ -34,7 +34,7 @@ WITHOUT = "--no-calibration converts without a text"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPath:
-    """Where to store calibrations: in the folder ``<start><identity>``, where ``start`` is a path.
+    """The place of stored calibrations: the folder ``<start><identity>``, where ``start`` is a path.
 
     If ``is_kept``, the folder is kept for other conversions; if ``is_left``, for resuming an interrupted run.
     """

@@ -27,7 +27,7 @@ from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
 OfConfigs = dict[int, tuple[ref[Any], Value]]  # values by id(config), as configs are not hashable
-# Meanings of None are remembered for this many pairs of query and key length per config, because activation
+# Meanings of None are cached for this many pairs of query and key length per config, because activation
 # checkpointing reruns a layer long after its mask was made.
 MAX_LENGTHS = 1024
 
