@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            print(end="", flush=True)  # at exit, a BrokenPipeError could not be caught
+            print(end="", flush=True)  # flush here: at exit, a BrokenPipeError could not be caught
     except BrokenPipeError:
         # Python flushes its output streams again at exit; send the remaining output to /dev/null.
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -19,7 +19,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command has no options."""
+    """Add no options to the parser, since the command has none."""
 
 
 def run(_arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def unsafe(path: Path) -> str:
     """Return the reason why other users could write to a folder or replace it, or "" if they cannot."""
     if not hasattr(os, "getuid"):
         return ""
-    # The absolute path `named` differs from the path `real` if there are symbolic links.
+    # With symbolic links, the absolute path `named` differs from `real`; the folders of both must be safe.
     trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()
     for folder in (named, real, *named.parents, *real.parents):
         try:
@@ -114,7 +114,7 @@ def unsafe(path: Path) -> str:
                 f"unsafe: {folder} belongs to another user; "
                 "set the environment variable to a folder of your own"
             )
-        # In a sticky folder others may create files, but not replace ours.
+        # In a folder with the sticky bit, others may create files, but not replace ours.
         sticky = folder not in (named, real) and found.st_mode & stat.S_ISVTX
         if found.st_mode & OTHERS_WRITE and not sticky:
             return f"unsafe: others may write into {folder}; chmod go-w {folder}"

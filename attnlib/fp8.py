@@ -14,7 +14,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 OF_ZEROS = (
     2.0**-40
-)  # the smallest scale: a product of two, times the scale of scores, is still a normal fp32 number
+)  # the least scale: those of q and k, times the scale of scores, still give a normal fp32 number
 LOW = 0xFFFFFFFF
 
 
@@ -103,7 +103,8 @@ def quantize_fp8(
         raise TypeError(f"incoherent: expected a bool, got {type(incoherent).__name__}")
     if incoherent:
         turn = rotation(q.shape[-1], q.device)
-        device = q.device.type  # autocast would round the products, and does not support meta
+        # Autocast would round these products, so it is turned off; meta tensors do not support autocast.
+        device = q.device.type
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             q, k = q.float() @ turn, k.float() @ turn
     (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)

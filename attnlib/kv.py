@@ -1,4 +1,4 @@
-"""Storage of keys and values: KVLayout of one token, KVView of a batch, Route for shared or sharded pages."""
+"""Stored keys and values: the layout of a token (KVLayout), a batch (KVView), and ways to read it (Route)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
@@ -107,7 +107,7 @@ class KVLayout:
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """The window, or ``(window, keep_first)``; layers with equal values share pages."""
+        """The window, or ``(window, keep_first)``; layers with an equal result share pages."""
         return (self.window, self.keep_first) if self.keep_first else self.window
 
     def check_reach(self, mask: AnyMask) -> None:
@@ -128,7 +128,7 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """The stored tensors, ``name -> (heads, width, dtype)``; scales have width 0: no last dimension."""
+        """The stored tensors, ``name -> (heads, width, dtype)``; scales have no last dimension, so width 0."""
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:
@@ -247,15 +247,16 @@ class KVView:
                 )
 
     def with_route(self, route: "Route") -> "KVView":
-        """Return the same view with ``route`` as the way that attention reads it."""
+        """Return a view of the same tensors that attention reads as ``route`` says."""
         view = replace(self, route=None, check=False)
         object.__setattr__(view, "route", route)
         return view
 
     def with_own_heads(self) -> "KVView":
-        """Return the view for calls in which each rank that shares it has different query heads.
+        """Return a view for calls in which every rank has its own query heads.
 
-        The query heads of all ranks read the same KV heads. By default, all ranks must have the same queries.
+        If ranks share the cache, the query heads of all ranks read the same KV heads. Without this method,
+        all ranks must have the same queries.
         """
         return self.with_route(self.route.with_own_heads()) if self.is_partial else self
 

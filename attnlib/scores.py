@@ -145,7 +145,7 @@ def _positive(name: str, value: float) -> float:
     return 1.0 * value  # makes it a float, since an int may be too large for torch
 
 
-# ---- ready-made
+# ---- ready-made score functions
 
 
 @kind

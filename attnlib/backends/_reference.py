@@ -32,7 +32,7 @@ def failures(spec: AttentionSpec) -> list[str]:
 
 
 def variant(call: Call) -> str:
-    """Return an empty name, since all calls run the same code."""
+    """Return an empty name for the kernels, since all calls run the same code."""
     return ""
 
 
@@ -69,7 +69,7 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
     ``lse``.
     """
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    # Only ALiBi slopes: a chunk has no sinks.
+    # The only tensor option is the ALiBi slopes, since a chunk has no sinks.
     options = {name: x.detach().requires_grad_() for name, x in call.score.tensors.items()}
     function, captured = call.score.function, []
     if function is not None:

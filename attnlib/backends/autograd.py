@@ -232,7 +232,7 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
     merged into the batch.
     """
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
-    leading = len(inputs) - len(Arguments._fields) + 3  # a backward has four tensors before q, k and v
+    leading = len(inputs) - len(Arguments._fields) + 3  # up to v; a backward has four more before q
     all_mapped = all((x is None) == (dim is None) for x, dim in pairs[:leading])
     if all_mapped and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
         joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]

@@ -262,7 +262,7 @@ def learnt(a: Arguments) -> list[bool]:
 
 
 def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:
-    """Split the concatenated gradients of captured tensors into one view per tensor, or None without one."""
+    """Split the concatenated gradients of captured tensors; return None for a tensor that has no gradient."""
     known = list(zip(a.captured or (), learnt(a), strict=True))
     parts = iter(grads.split([x.numel() for x, has_grad in known if has_grad]))
     return [next(parts).view(x.shape) if has_grad else None for x, has_grad in known]

@@ -43,7 +43,7 @@ def failures(spec: AttentionSpec) -> list[str]:
 
 
 def variant(call: Call) -> str:
-    """Return an empty name, since all calls run the same code."""
+    """Return an empty name for the kernels, since all calls run the same code."""
     return ""
 
 

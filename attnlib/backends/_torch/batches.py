@@ -128,7 +128,8 @@ def _batch(
 ) -> Batch:
     """Return the batch whose queries are at ``index`` and whose first sequence is number ``n``.
 
-    The last query is aligned with the last of ``total`` keys, unless the origin moves it.
+    The last query is aligned with the last of ``total`` keys. In a chunk of a larger call, ``origin`` shifts
+    this alignment.
     """
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
@@ -140,10 +141,10 @@ def _batch(
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the factors by which products of queries and keys, and of probabilities and values, are scaled.
+    """Return the factors for products of queries with keys, and of probabilities with values.
 
-    They belong to the sequences of ``q`` ``[b, s, h, d]``, the first of which is number ``n``. Over a cache,
-    only the queries have a descale, since stored keys and values have their own scales.
+    The factors are for the sequences in ``q`` ``[b, s, h, d]``; its first sequence is number ``n`` of the
+    call. Over a cache, only the queries have a descale, since stored keys and values have their own scales.
     """
     (b, s, h, _), score_factor, value_factor = q.shape, a.q_descale[n : n + q.shape[0]], None
     if isinstance(a, Arguments):
@@ -174,7 +175,10 @@ def rows(x: Tensor, g: int) -> Tensor:
 
 
 def unrows(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Undo :func:`rows`: return ``x`` in ``shape``, ``[n, s, h, d]``; its first two dimensions may be one."""
+    """Undo :func:`rows`: return ``x`` in ``shape``, ``[n, s, h, d]``.
+
+    The first two dimensions of ``x`` may be merged, as ``[n * g, f * s, d]``.
+    """
     n, s, h, d = shape
     return x.reshape(n, s, h, d) if s == 1 else x.reshape(n, h, s, d).transpose(1, 2)
 

@@ -55,7 +55,7 @@ def _backward(dout, dlse, out, lse, *arguments):
             return _backward(dout, dlse, out, lse, *arguments)
     a, dout, delta = Arguments(*arguments), dout.contiguous(), None  # autograd may pass an expanded dout
     plan = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
-    if not plan or any(causal is None for _, causal in plan):  # fused attention computes its own delta
+    if not plan or any(causal is None for _, causal in plan):  # only fused attention needs no delta
         delta = (out.to(lse.dtype) * dout).sum(-1).mT - (0 if dlse is None else dlse)
 
     dcaptured = lse.new_zeros(count_learnt(a))
@@ -63,7 +63,7 @@ def _backward(dout, dlse, out, lse, *arguments):
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         """Return the gradients of the queries, keys, values and ALiBi slopes of a batch.
 
-        After fused attention, which never runs with slopes, the last one is 0.
+        The gradient of the slopes is 0 after fused attention, which never runs with slopes.
         """
         if causal is None:
             return tiles.backward(

@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of tokens whose multiples no read may cross.
+        """The size in tokens of the sections of a sequence; no read may cross their borders.
 
         It is the size of a large page, or of as many small pages as fit in a tile.
         """
@@ -57,7 +57,7 @@ class Keys(NamedTuple):
         """
         n, t, (count, size, *_) = sequences.stop - sequences.start, stop - start, self.k.shape
         if n == count and t == size and self.k_tail is self.k_scale is None:
-            # If all of k and v is read, this saves 3 us.
+            # To read whole tensors without indexing them saves 3 us.
             return self.k.transpose(1, 2), self.v.transpose(1, 2)
         skipped = start // size - self.start // size
         pages = self.pages[skipped : skipped + (start % size + t - 1) // size + 1]

@@ -20,17 +20,17 @@ def differentiated(
     tensors: Sequence[Tensor],
     grads: Tensor,
 ) -> Tensor:
-    """Return the gradient of the scores that a function takes, given ``d``, the gradient of its results.
+    """Return the gradient of a score function's input scores, given ``d``, the gradient of its results.
 
-    ``by`` is the derivative of the score function. Hidden pairs get the gradient 0. The gradients of captured
-    tensors are added to ``grads``, one flat tensor for all that are floating-point.
+    ``by`` is the derivative of the score function. Hidden pairs get the gradient 0. The gradients of all
+    captured floating-point tensors are added to ``grads``, one flat tensor.
     """
     firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
     operand = run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
 
     def visible(x: Operand) -> Tensor:
         whole = operand(x, FLOAT).broadcast_to(d.shape)
-        # A function may return NaN for hidden pairs.
+        # For hidden pairs, a score function may compute NaN.
         return whole if hidden is None else whole.masked_fill(hidden, 0)
 
     for tensor, indices, value in by.reads:

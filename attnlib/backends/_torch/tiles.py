@@ -37,7 +37,7 @@ class QueryBlock(NamedTuple):
     q: Tensor  # [n * g, f * s, d], scaled, in the dtype of scores
 
     def column(self, x: Tensor) -> Tensor:
-        """Return the block's part of ``x``, a number per query, as ``[b, h, s]`` -> ``[n * g, f * s, 1]``."""
+        """Return the block's part of ``x`` ``[b, h, s]`` (a number per query) as ``[n * g, f * s, 1]``."""
         return x[self.sequences, :, self.rows].reshape(*self.q.shape[:2], 1)
 
 
@@ -257,7 +257,7 @@ def _score_forward(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | No
 
 
 def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
-    """Return the gradient of the scores that a score function took, given that of its results, ``ds``.
+    """Return the gradient of a score function's input scores, given ``ds``, the gradient of its results.
 
     The gradients of the tensors that the function captures are added to ``dcaptured``.
     """
@@ -269,7 +269,7 @@ def _score_backward(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptu
 def _checked_pairs(batch: Batch, hidden: Tensor | None) -> Tensor | None:
     """Return the pairs of a tile whose indices are checked with ``ATTNLIB_CHECK=1``, or None without checks.
 
-    All pairs are checked that the band does not hide.
+    Every pair is checked unless ``hidden`` marks it.
     """
     if not are_checks_on(batch.q):
         return None

@@ -33,7 +33,7 @@ class TritonBackend:
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Return the reasons why this backend cannot run ``spec``."""
         layout = spec.layout
-        # Matrix products compute in this dtype.
+        # The GPU must support the dtype in which the kernels multiply matrices.
         dtype = layout.dtype if layout is not None and layout.tail else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:

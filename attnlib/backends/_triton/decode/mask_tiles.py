@@ -10,8 +10,8 @@ from .shapes import DecodeShapes
 class OverCache:
     """The launch that classifies the tiles of a mask function over a cache, and the sizes of two buffers.
 
-    ``launch`` writes one byte per tile, ``states`` bytes in all. The decode kernel then needs ``arguments``
-    besides its usual ones, and writes at most ``runs`` int32 values to the second buffer.
+    ``launch`` classifies each tile in one byte; ``states`` is the number of bytes. The decode kernel that
+    follows takes ``arguments`` in addition, and needs a second buffer of ``runs`` int32 values.
     """
 
     def __init__(self, x: DecodeShapes):

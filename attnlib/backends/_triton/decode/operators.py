@@ -131,7 +131,10 @@ class Cached:
 
 
 def _schedule_of(kv: KVView) -> Tensor | None:
-    """Return the schedule of a view; None if it does not match the view's KV heads or its kind of splits."""
+    """Return the schedule of a view, or None if the schedule does not fit the view.
+
+    It must have as many KV heads, and must have splits of a fixed size if and only if the view has them.
+    """
     if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (
         kv.layout.heads,
         kv.split_size > 0,
@@ -146,14 +149,17 @@ def decode_key(a: CachedArguments) -> Key:
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
-    """Return the tensor arguments of the kernels by name; if the cache lacks one, it is another or None."""
+    """Return the tensor arguments of the kernels by name.
+
+    Some caches lack a tensor, such as scales; kernels then take another tensor or None in its place.
+    """
     tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
     none = dict.fromkeys(("states", "runs", "cu_seqlens_k"))
     return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale} | none
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
-    """Compute the schedule of a call over a view of a cache that has none."""
+    """Compute a schedule for a call whose view has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule(
         a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size
@@ -219,7 +225,8 @@ def decode_plan(key: Key) -> DecodePlan:
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
-    rows = queries if x.b >= x.capacity else together  # few sequences are split: few programs suffice
+    # A batch this large has few splits to combine, so few programs with many query rows suffice.
+    rows = queries if x.b >= x.capacity else together
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
     groups = -(-queries // rows)

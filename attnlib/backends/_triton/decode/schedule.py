@@ -14,9 +14,10 @@ def new_schedule(
 ) -> Tensor:
     """Allocate a schedule ``[heads, halvings, slots, 8]`` for up to ``rows`` sequences.
 
-    A schedule lists the splits of all sequences, one per slot, for several target numbers of splits, each
-    half the previous one (``halvings``). All KV heads share its memory. With a fixed ``split_size``, there
-    is only one target, and a slot for every split of sequences of up to ``limit`` tokens.
+    A schedule lists the splits of all sequences, one split per slot. It has such a list for each of several
+    target numbers of splits (``halvings``): every target is half the previous one. All KV heads share one
+    memory. With a fixed ``split_size``, there is only one list, with a slot for every split of sequences of
+    up to ``limit`` tokens.
     """
     capacity = decode_tables.capacity(layouts.processors(device), heads)
     halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)

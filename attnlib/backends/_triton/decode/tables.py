@@ -18,7 +18,7 @@ TILE = 64  # up to this many query rows, the tables for few rows apply
 # The minimum and maximum tokens in a split of a long packed sequence, one with more query rows than a tile.
 SMALLEST, LARGEST = 512, 4096
 LONG_SPLITS = 16  # most splits per block of a long sequence; combining more costs more than it saves
-TOGETHER = 16  # if long sequences are split, rows per program of the combine kernel
+TOGETHER = 16  # rows per program of the combine kernel, if long sequences are split
 # The combine kernel aims for at least this many programs. Its time with 128 heads, one sequence of 8k tokens
 # and 64 splits:
 #   programs  1,024  512  256
@@ -127,8 +127,8 @@ MAX_ROWS_INT8_FP8 = 32  # up to this many query rows, HOPPER_INT8_FP8 runs, in o
 #   64 x 8k, MQA     72.4   70.8  73.0  76.6
 HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
 HOPPER_PAGES_ROWS_32 = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
-# The dedicated kernels need a cache of at least this capacity, in tokens times KV heads. In 16 bits it takes
-# 64 MB, more than the L2 cache.
+# The dedicated kernels for keys and values need a cache of at least this capacity, in tokens times KV heads.
+# A cache of this capacity takes 64 MB in 16 bits, more than the L2 cache.
 LEAST_CACHED = 1 << 17
 
 
@@ -227,7 +227,7 @@ def may_use_tf32(case: DecodeCase) -> bool:
 
 
 def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
-    """Return a config reduced for GPUs with less shared memory; elsewhere unchanged."""
+    """Return a smaller config if the GPU has little shared memory, otherwise the same config."""
     if case.arch in LARGE:
         return config
     block_m = config.block_m if case.widest <= 256 else min(32, config.block_m)
@@ -237,9 +237,9 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 def rows(tokens: int, batch: int, group: int) -> int:
     """Return the number of query rows per packed sequence for which tiles are chosen.
 
-    All sequences together have ``tokens`` queries. The result is the mean per sequence. If the longest
-    possible sequence still fits in a tile, it is that sequence's number: a second block would read all keys
-    again. If it does not fit, the result is at least a full tile.
+    All sequences together have ``tokens`` queries. The result is the mean per sequence, but at
+    least the rows of the longest possible sequence if they fit in a tile, and otherwise at least a full tile.
+    With fewer rows, a second block might have to read all keys again.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)
@@ -249,9 +249,10 @@ def rows(tokens: int, batch: int, group: int) -> int:
 
 
 def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool = False) -> int:
-    """Return how often to halve the capacity of a schedule, its number of splits.
+    """Return how many times to halve the capacity of a schedule (the number of splits it aims for).
 
-    A split takes ``programs`` programs for all KV heads together. With ``whole``, it consists of whole tiles.
+    Each split runs ``programs`` programs, for all KV heads together. With ``whole``, splits consist of whole
+    tiles.
 
     >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
     (2, 0, 2)

@@ -18,7 +18,7 @@ from ..launching.launch import Launch, against, cached_plan
 from ..launching.layouts import Key, key_of, strides
 from ..launching.replay import Replay
 
-# Each entry: the most values in a write, and the values per tile; not timed.
+# Each entry has the largest number of values in a write, and the number of values per tile; not timed.
 TILES = ((1 << 20, 512), (inf, 2048))
 
 

@@ -108,7 +108,7 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         transposed = (planes // x.g, x.case.value_dim, x.g, key_blocks * block_n)
-        # Eight warps are faster for d64. A plain copy of the same bytes takes 22 us.
+        # Time to transpose the values: eight warps are faster for d64. To only copy them takes 22 us.
         #   us           4 warps  8 warps
         #   d64               42       25
         #   other heads       24       24
@@ -173,25 +173,25 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     from ..kernels.hopper.backward.results import finish_queries
 
     # As in the forward, several heads run together, but the L2 cache must also hold queries and the sums of
-    # dq. In a fixed order, the programs of a head start one after another, so more heads should run together.
-    # Heads that run together (full mask, 8k, d128):
+    # dq. If programs add to dq in a fixed order, those of a head start one after another, so more heads
+    # should run together. TFLOP/s by the number of heads that run together (full mask, 8k, d128):
     #   heads      1    2    4
     #   TFLOP/s  470  489  513
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)
     tiles, heads = x.blocks(x.s, config.block_m), x.rows * x.h
     sums = heads * tiles * config.block_m * (x.main + x.tail)
     more = config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
-    # In a fixed order, a program waits for the program of the next keys (AFTER = 1) or of the previous keys
-    # (-1). With 1, the shortest programs start first, and none waits long. With GQA there are few programs,
-    # so the longest ones must not start last. TFLOP/s:
+    # To add to dq in a fixed order, a program waits for the program of the next keys (AFTER = 1) or of the
+    # previous keys (-1). With 1, the shortest programs start first, and none waits long. With GQA there are
+    # few programs, so the longest ones must not start last. TFLOP/s, by AFTER:
     #                     1   -1
     #   causal 8k d128  512  426
     #   GQA 4k          405  470
     more["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     launched = LaunchConfig(config.block_m, 0, 1, 4)
-    # A fixed order also needs a work counter, and for each tile of sums the number of the program that may
-    # add to it next.
+    # For a fixed order, the buffer of sums also has room for a work counter and, for each tile of sums, the
+    # number of the program that may add to the tile next.
     room, programs = sums + (1 + heads * tiles) * in_order, pairs * x.blocks(x.t, ROWS * config.tiles)
     before, lists = None, 0
     if x.states is not None:

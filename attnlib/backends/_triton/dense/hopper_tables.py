@@ -146,8 +146,8 @@ FORWARD_FP8 = (
     (192, ForwardConfig(128, 2, 1, 4, 3, False, False, 240, 24)),
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
-# As many heads run together as have about this many bytes of keys and values. TFLOP/s by the number of heads
-# that run together:
+# The keys and values of heads that run together may take about this many bytes. TFLOP/s by the number of
+# heads that run together:
 #                       1    4   16   32
 #   full, d128, 8k    693  627       586
 #   full, MLA         742  653       608
@@ -175,8 +175,8 @@ BACKWARD = (
     (192, BackwardConfig(64, 2, 2, False)),  # causal 8k: 515 TFLOP/s; 401 with one tile of keys
     (256, BackwardConfig(64, 1, 2, False)),
 )
-# In the backward, as many heads run together as have about this many bytes of keys and values. Their queries,
-# output gradients and sums of dq take two or three times as many bytes in addition. TFLOP/s by this limit
+# In the backward, the keys and values of heads that run together may take about this many bytes. The queries,
+# output gradients and sums of dq of these heads take two or three times as many in addition. TFLOP/s by limit
 # (causal 8k does not differ between 8 and 24 MB; the full cases time only the kernel, in an earlier version):
 #                one head  8 MB  16 MB  24 MB
 #   causal, 1k              325    321    297

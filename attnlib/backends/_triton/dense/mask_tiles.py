@@ -22,13 +22,13 @@ class Lists(NamedTuple):
 
 
 def states(x: DenseShapes) -> Launch:
-    """Return the launch that classifies tiles: it writes an int8 for each to a tensor ``x.states``."""
+    """Return the launch that classifies tiles; it writes int8 values to a tensor of shape ``x.states``."""
     kernel, programs, config = classify(x.states, tables.GRAIN, tables.GRAIN)
     return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
-    """Return the launch that lists the tiles to visit for each block of queries (``by_keys``: of keys)."""
+    """Return the launch that lists the tiles to visit per block of queries, or of keys if ``by_keys``."""
     from ..kernels.mask_tiles import HEADER, list_tiles
 
     group = x.h // x.g if by_keys else 1
@@ -58,6 +58,6 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
 
 
 def _counts(x: DenseShapes, sequences: int, planes: int) -> dict[str, int]:
-    """Return launch arguments: how many sequences and heads have tiles of their own, and the tile grid."""
+    """Return launch arguments by name: the counts of sequences, heads and tile columns, and the tile size."""
     batch = x.batch if x.packed else sequences
     return {"batch": batch, "planes": planes, "columns": x.states[3], "GRAIN": tables.GRAIN}

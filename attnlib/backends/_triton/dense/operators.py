@@ -32,12 +32,13 @@ class Dense:
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Run a dense or packed call: return its attention and the LSE."""
         a = flat(call)
-        if a.mask_program is not None and not are_watched(a.q, a.k, a.v):  # once for forward and backward
+        # Classify the tiles of a mask function only once, for both the forward and the backward.
+        if a.mask_program is not None and not are_watched(a.q, a.k, a.v):
             a = self._with_tiles(readable(a))
         return self.operators(a, grad=call.spec.grad)
 
     def variant(self, call: Call) -> str:
-        """Return the name of the kernels that run a call, of both directions if they differ."""
+        """Return the name of a call's kernels, or two names if the forward and backward kernels differ."""
         a = flat(call)
         forward = variants.forward(self._key(a)).variant
         if not call.spec.grad:
@@ -147,7 +148,7 @@ class Dense:
             dout = dout.clone(memory_format=torch.contiguous_format)
         plan = variants.backward(variants.in_order(key), layout(dout), layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-        # Initially zero, because some programs write no partial gradient of a slope.
+        # Some programs write no partial gradient of a slope, so all partial gradients start as zero.
         dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         tensors = a._asdict() | {
@@ -169,7 +170,7 @@ class Dense:
 
 
 class _BackwardReplay:
-    """The cached backward of a call: it repeats the launches for ``given`` on new q, k and v.
+    """The cached backward of a call, which repeats the launches made for ``given`` on new q, k and v.
 
     ``a`` has the arguments that do not change between calls.
     """
@@ -182,8 +183,8 @@ class _BackwardReplay:
         self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
         self._rows = -(-math.prod(lse.shape) // 4) * 4  # rounded up to 16 bytes
-        # The key is torch's deterministic setting, which changes the launches. The value is the launches and
-        # a function that allocates their buffer.
+        # torch's deterministic setting changes the launches. For each value of the setting, this dict has the
+        # launches and a function that allocates their buffer.
         self._planned: dict[bool, tuple[Replay, Callable[[], Tensor]]] = {}
 
     def __call__(

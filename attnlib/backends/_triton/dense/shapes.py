@@ -1,4 +1,4 @@
-"""The shapes of a call without a cache, from which the launches of its kernels are made."""
+"""Shapes of calls without a cache, with methods that make the launches of their kernels."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,10 @@ class DenseShapes:
         return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:
-        """Return the number of blocks in a sequence; for packed ones, in all, each with a partial block."""
+        """Return the number of blocks per sequence, or the most in all sequences together if they are packed.
+
+        Every packed sequence may end with a partial block.
+        """
         return length // block + self.batch + 1 if self.packed else -(-length // block)
 
     def waves(self, heads: int, cache: int = tables.L2) -> tuple[int, int]:
@@ -95,7 +98,7 @@ class DenseShapes:
     def launch_by_blocks(
         self, kernel: Callable, tiles: LaunchConfig, more: dict | None = None, *, of_keys: bool = False
     ) -> Launch:
-        """Return a launch with a program for each head's blocks of queries (or each KV head's, of keys)."""
+        """Return a launch with a program per head and block of queries, or per KV head and block of keys."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
@@ -116,7 +119,8 @@ class BackwardShapes(DenseShapes):
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        # This is checked here too, since under a transform the forward cannot know that a backward follows.
+        # Head sizes are checked here too, since under a transform the forward does not know that a backward
+        # follows.
         if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
             raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)

@@ -76,7 +76,8 @@ FORWARD_SMALL = (
 )
 FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0 ms; 32 x 32 with 1 stage and 4 warps 3.3 ms
-    # Not timed. Each thread holds whole rows of its operands, and larger tiles would spill kilobytes.
+    # These tiles are not timed. Each thread holds whole rows of its operands, so larger tiles would spill
+    # kilobytes of registers.
     (128, LaunchConfig(32, 32, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
@@ -187,7 +188,7 @@ def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
     _, _, value = widths(case.head_dim, case.value_dim)
-    widest = max(case.head_dim, value)  # values are padded to a power of two; wide keys use two blocks
+    widest = max(case.head_dim, value)  # only values count as padded: wide keys use two blocks
     # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
     fits = (
         case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
