@@ -14,7 +14,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 OF_ZEROS = (
     2.0**-40
-)  # the least scale: those of q and k, times the scale of scores, still give a normal fp32 number
+)  # the smallest scale; the product of two and the scale of scores is still a normal fp32 number
 LOW = 0xFFFFFFFF
 
 

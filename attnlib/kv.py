@@ -128,7 +128,7 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """The stored tensors, ``name -> (heads, width, dtype)``; scales have no last dimension, so width 0."""
+        """Stored tensors, ``name -> (heads, width, dtype)``; width 0 (of scales) means no last dimension."""
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:
@@ -158,7 +158,7 @@ class KVView:
     garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
     sequence: ``s`` of them in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
     ``schedule`` divides sequences into splits on a GPU. A ``split_size`` above 0 fixes the size of every
-    split. Splits are then merged in order, so that bits do not depend on the batch.
+    split. Splits are then merged in order, so that no bit of a result depends on the rest of the batch.
 
     With shared prefixes, or in a cache that is sharded over ranks, a view has a ``route``: it splits an
     attention call into several calls and merges their results. ``dataclasses.replace`` drops the route over
@@ -247,7 +247,7 @@ class KVView:
                 )
 
     def with_route(self, route: "Route") -> "KVView":
-        """Return a view of the same tensors that attention reads as ``route`` says."""
+        """Return a view of the same tensors; attention reads the new view as ``route`` says."""
         view = replace(self, route=None, check=False)
         object.__setattr__(view, "route", route)
         return view

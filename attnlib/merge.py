@@ -47,5 +47,5 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def _beside_output(x: Tensor) -> Tensor:
-    """Reshape weights ``[..., h, s]``, shaped like an LSE, to ``[..., s, h, 1]``, to multiply outputs."""
+    """Reshape weights from an LSE's shape ``[..., h, s]`` to ``[..., s, h, 1]``, to multiply outputs."""
     return x.transpose(-1, -2)[..., None]

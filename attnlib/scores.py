@@ -142,7 +142,7 @@ def _positive(name: str, value: float) -> float:
     # cannot trace isfinite() on a symbolic float.
     if not FP32.tiny <= value <= FP32.max:
         raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
-    return 1.0 * value  # makes it a float, since an int may be too large for torch
+    return 1.0 * value  # converts an int to a float, since torch cannot take very large ints
 
 
 # ---- ready-made score functions

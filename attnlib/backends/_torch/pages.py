@@ -65,7 +65,7 @@ class Keys(NamedTuple):
         tokens, row = slice(start % size, start % size + t), pages[0] + sequences.start
 
         def take(x: Tensor) -> Tensor:
-            if gathered is not None:  # five times as fast as x[gathered]
+            if gathered is not None:  # index_select is five times as fast as x[gathered]
                 return _bytes(x).index_select(0, gathered).view(x.dtype).flatten(0, 1)[None, tokens]
             return x[row : row + n, tokens]
 

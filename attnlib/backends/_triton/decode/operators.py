@@ -225,7 +225,7 @@ def decode_plan(key: Key) -> DecodePlan:
     together, at_once, channels = decode_tables.joined(
         splits, width, x.b * x.g * queries * (x.long_splits == 1)
     )
-    # A batch this large has few splits to combine, so few programs with many query rows suffice.
+    # In a batch this large few sequences are split, so a few programs with many query rows each suffice.
     rows = queries if x.b >= x.capacity else together
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots

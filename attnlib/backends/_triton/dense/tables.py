@@ -188,7 +188,7 @@ def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
     _, _, value = widths(case.head_dim, case.value_dim)
-    widest = max(case.head_dim, value)  # only values count as padded: wide keys use two blocks
+    widest = max(case.head_dim, value)  # keys count unpadded, since wide keys use two blocks
     # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
     fits = (
         case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
