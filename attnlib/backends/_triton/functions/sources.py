@@ -1,4 +1,4 @@
-"""Write mask and score functions in Triton's language, a line for each step. Does not import triton."""
+"""Write mask and score functions in Triton's language, one line per step, without importing triton."""
 
 import math
 from collections.abc import Sequence
@@ -159,7 +159,7 @@ class _Body:
         self._kinds[step.result], self._ranges[step.result] = step.kind, range_of(step.kind)
         written = self._written(step)
         if step.kind == BOOL and step.takes == FLOAT and not self._inputs[step.result] & ALONG:
-            # When Triton's interpreter broadcasts a bool scalar, it would give it the operands' float dtype.
+            # Broadcasting a bool scalar in Triton's interpreter would give it the operands' float dtype.
             written = f"tl.where({written}, 1, 0) != 0"
         return f"{step.result.name} = {written}"
 

@@ -70,8 +70,8 @@ def decode(
 ):  # fmt: skip
     """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: tiles that all rows see
-    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
+    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: skip the mask in tiles
+    that all rows see completely. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
     were splits, so that real splits of this size give the same bits. Tiles that ``states`` marks as hidden
     are not read.
     """
@@ -100,7 +100,7 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
-    if not SPLIT_SIZE and n >= 0:  # with SPLIT_SIZE, long sequences are not split
+    if not SPLIT_SIZE and n >= 0:  # a long sequence, which is not split if SPLIT_SIZE is set
         low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty

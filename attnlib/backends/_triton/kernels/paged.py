@@ -117,7 +117,8 @@ def claimed(
     """Return the work of a program, the number of splits of its sequence, and the index of its split.
 
     The work is a block of query rows (``group`` rows per query token) and the key tokens of one split. The
-    sequence is -1 if the program has nothing to do. The index is -1 if the work needs no further split.
+    sequence is -1 if the program has nothing to do. The index is -1 if the work already has only the
+    tokens of its split.
 
     A slot of a schedule is a place for one split. An empty slot names sequence -1. A packed sequence is long
     if its rows do not fit into the blocks of one slot. Packed sequences use these slots, in this order:

@@ -41,9 +41,9 @@ class States(NamedTuple):
 class BlockSizes(NamedTuple):
     """The tile sizes of decoding with block sparsity.
 
-    A tile of the kernel has ``M`` rows and ``N`` keys. The tile states of the mask are for
-    tiles of another size: ``GRAIN_M`` queries and ``GRAIN`` keys. The numbers of blocks of rows depend on
-    ``KV_HEADS`` and ``PACKED``.
+    A tile of the kernel has ``M`` rows and ``N`` keys. The tile states of the mask are for tiles of another
+    size: ``GRAIN_M`` queries and ``GRAIN`` keys. The numbers of blocks of rows depend on ``KV_HEADS`` and
+    ``PACKED``.
     """
 
     M: tl.constexpr
@@ -107,7 +107,7 @@ def lines_for(x, sizes, work, first, last):
 
 @triton.jit
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
-    """Return the kind of the tiles with numbers ``n``: hidden, partial, or full for all rows of the block.
+    """Return the kind of each tile in ``n``: hidden, partial, or full for all rows of the block.
 
     Tiles outside the split's tokens count as hidden.
     """

@@ -48,7 +48,7 @@ def descaled(x, ptr, at, sequence, batch):
 
 @triton.jit
 def tanh(x):
-    """Return ``tanh(x)`` to fp32 rounding.
+    """Return ``tanh(x)``, accurate to fp32 rounding.
 
     Near 0, a Taylor polynomial avoids the cancellation in ``1 - exp``.
     """
@@ -74,7 +74,7 @@ def modify(s, modifiers, i, j):
     """Apply softcap and ALiBi to the products q·k, and return scores and their derivative.
 
     ALiBi subtracts the slope times the distance ``|i - j|``. The derivative is with respect to the scaled
-    products, and 1 without a softcap.
+    products, and it is 1 without a softcap.
     """
     derivative = 1.0
     if modifiers.softcap is not None or modifiers.slope is not None:
@@ -113,7 +113,7 @@ def placed(origin, sequence, head, i, j, first):
 
 @triton.jit
 def natural(s, modifiers):
-    """Convert scores that :func:`modify` returned to natural units, which score functions take."""
+    """Convert scores from :func:`modify` to natural units, which score functions take."""
     return s * (unit_of(modifiers) * LN2)
 
 

@@ -1,6 +1,7 @@
 """Split-KV decoding: cut sequences into splits of about equal length, and merge the results of the splits.
 
-The kernel ``schedule`` cuts, once for all layers of a decode step; the kernel ``combine`` merges.
+The kernel ``schedule`` cuts sequences once for all layers of a decode step. The kernel ``combine`` merges
+the results in each layer.
 """
 
 import triton

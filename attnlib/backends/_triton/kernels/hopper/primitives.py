@@ -3,8 +3,8 @@
 Much of the assembly only fixes the order of instructions. A named barrier (``bar.sync``, ``bar.arrive``)
 costs one instruction per warp. An mbarrier would also need a barrier of the whole warpgroup, and one elected
 thread to arrive. Named barriers have numbers: those below ``FIRST`` belong to Triton, where partition ``i``
-of a warp-specialized kernel uses 2 + i, unless it is a single warp. The flags
-of :func:`make_flag` use 15 and the numbers below it.
+of a warp-specialized kernel uses 2 + i, unless it is a single warp. Flags (:func:`make_flag`) use
+number 15 and the numbers below it.
 
 Gluon is experimental. This module picks the names that differ between Triton versions; ``gluon_names.py``
 reports the names that the installed version lacks.
@@ -80,7 +80,8 @@ def _read_flag(number):
 def make_flag(NUMBER: gl.constexpr):
     """Declare a flag that warpgroup ``NUMBER`` can raise and test; call this once per kernel.
 
-    The flag is a PTX register. A branch can test a flag. It cannot test an element of a tensor, which is no scalar.
+    The flag is a PTX register, which a branch can test. A branch cannot test an element of a tensor, since
+    that is not a scalar.
     """
     gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -89,9 +90,9 @@ def make_flag(NUMBER: gl.constexpr):
 def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
     """Raise the warpgroup's flag if any of its ``sums`` exceeds ``LIMIT`` or is NaN; otherwise lower it.
 
-    ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. The sums contain 66
-    exponentials, which should overlap a matrix product. The barrier keeps them before the wait for this
-    product; without the barrier, ptxas moves 12 to 66 of them behind the wait.
+    ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. The barrier also keeps the
+    exponentials in the sums before the wait for a matrix product, which they should overlap. Without the
+    barrier, ptxas moves 12 to 66 of the 66 exponentials behind that wait.
     """
     gl.inline_asm_elementwise(
         _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -158,10 +159,10 @@ def opaque(x):
 
 @gluon.jit
 def anew(number):
-    """Return an int32 through an opaque move, which makes the compiler recompute values derived from it here.
+    """Return a copy of an int32, made by a move whose effect the compiler does not know.
 
-    Without the move, LLVM and ptxas compute the values before the loop. Shared-memory descriptors that stay
-    live throughout a loop are then spilled.
+    The compiler then computes values that depend on the copy only after this move. Otherwise LLVM and ptxas
+    compute them before the loop, and spill shared-memory descriptors that stay live throughout the loop.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1

@@ -159,7 +159,7 @@ def raised(m_i, highest):
 class DecodeOutputs(NamedTuple):
     """The outputs of a decode kernel: pointers and strides of the output, the LSE and the partial results.
 
-    Each split of a sequence writes a partial result; ``lines`` is the number of its rows.
+    Each split of a sequence writes a partial result. ``lines`` is the number of rows of all partial results.
     """
 
     out_ptr: gl.tensor

@@ -166,7 +166,7 @@ def consume(
             if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
-            else:  # b depends only on n, so the loop does not carry a block number
+            else:  # b depends only on n, so the loop carries no block number
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
             state, slots = step(
@@ -194,8 +194,8 @@ def consume(
         slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
         if not sizes.SPARSE:
             slots = hand_back(slots, bottom - all_bottom, shared, sizes)
-        # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler
-        # zero fp32 numbers; otherwise it would zero their 16-bit halves one by one.
+        # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
+        # this in fp32; otherwise it would zero 16-bit halves one by one.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)

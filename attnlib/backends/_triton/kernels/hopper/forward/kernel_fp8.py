@@ -43,8 +43,8 @@ class HeadDescales(NamedTuple):
 def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
     """Normalize one piece of the output channels of a tile, and write it to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler
-    # zero fp32 numbers; otherwise it would zero their 16-bit halves one by one.
+    # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
+    # this in fp32; otherwise it would zero 16-bit halves one by one.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)

@@ -100,7 +100,7 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
 
 @gluon.jit
 def load_queries(queries, split, call, sizes):
-    """Load queries: even and odd channels ``[head, row, HALF]`` in fp16, and a factor per row.
+    """Load the even and odd channels of queries, ``[head, row, HALF]`` in fp16, with a factor per row.
 
     Rows are scaled by powers of two into the range of fp16; the factors undo the scaling.
     """

@@ -74,7 +74,7 @@ def convert(
     k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warps: convert tiles in pairs, each half as soon as its slot becomes free.
+    """Run the producer warps: convert each half of a tile as soon as its slot becomes free.
 
     While one half of a tile is converted, the next half is being loaded.
     """
