@@ -64,8 +64,8 @@ def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
 def device_function(source: FunctionSource) -> Callable:
     """Turn source text into a Triton function, in a module and file named by a hash of the text.
 
-    Triton therefore never mistakes one text for another. It gets the source from inspect, which finds it in
-    linecache.
+    The hash keeps Triton from mistaking one text for another. Triton asks inspect for the source, and inspect
+    finds it in linecache.
     """
     from ..kernels import elements
     from ..kernels.scores import LOG2E, tanh
@@ -73,7 +73,7 @@ def device_function(source: FunctionSource) -> Callable:
     digest = sha256(source.text.encode()).hexdigest()[:16]
     file = f"<{source.name} {digest}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    # These names include triton and tl.
+    # The names in elements include triton and tl, which the source text uses.
     names = {name: x for name, x in vars(elements).items() if not name.startswith("__")}
     names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
     exec(compile(source.text, file, "exec"), names)
@@ -83,7 +83,7 @@ def device_function(source: FunctionSource) -> Callable:
 def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
     """Return the kernel arguments for captured tensors, and for their gradients if ``grads`` is given.
 
-    ``grads`` is one flat tensor with all gradients one after another; kernels add to it.
+    ``grads`` is a flat tensor that holds all gradients one after another; kernels add to it.
     """
     if a.mask_program is a.score_program is None:
         return {}

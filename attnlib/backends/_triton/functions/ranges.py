@@ -21,7 +21,7 @@ class Range(NamedTuple):
         return other.least <= self.least and self.most <= other.most
 
     def joined(self, other: "Range") -> "Range":
-        """Return the smallest range that contains both."""
+        """Return the smallest range that contains both this range and ``other``."""
         return Range(min(self.least, other.least), max(self.most, other.most))
 
 
@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
         return cls(*(max(least, 1 << max(0, n - 1).bit_length()) for least, n in known))
 
     def inputs(self) -> dict[str, Range]:
-        """Return the range of each index; with more queries than keys, those of queries may be negative."""
+        """Return the range of each index; query indices may be negative if queries outnumber keys."""
         known = dict.fromkeys(INDICES, Range(-self.tokens, self.tokens - 1))
         return known | {"b": Range(0, self.sequences - 1), "h": Range(0, self.heads - 1)}
 
@@ -101,7 +101,7 @@ def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
 
 
 def _divisors(c: int, d: int) -> list[int]:
-    """Return the divisors from ``c`` to ``d`` that give the extreme quotients; 0 counts as 1."""
+    """Return divisors in ``[c, d]`` with the largest and smallest quotients; a divisor of 0 counts as 1."""
     found = [x for x in (c, d) if x] + [x for x in (-1, 1) if c <= x <= d]
     return [*found, 1] if c <= 0 <= d else found
 

@@ -1,4 +1,4 @@
-"""Write mask and score functions in Triton's language, a line for each step. Does not import triton."""
+"""Write mask and score functions in Triton's language, one line per step, without importing triton."""
 
 import math
 from collections.abc import Sequence
@@ -144,7 +144,7 @@ class _Body:
         return self.spelled(x, INT64, self._width(x) if isinstance(x, Value) else 64)
 
     def _width(self, x: Value) -> int:
-        """Return the number of bits, 32 or 64, in which a value is computed as an integer; 32 for bools."""
+        """Return the number of bits of a value as an integer: 32 if its range fits in int32, otherwise 64."""
         return 32 if self._ranges[x].within(NARROW) else 64
 
     def _range(self, x: Operand, kind: str) -> Range:
@@ -159,7 +159,7 @@ class _Body:
         self._kinds[step.result], self._ranges[step.result] = step.kind, range_of(step.kind)
         written = self._written(step)
         if step.kind == BOOL and step.takes == FLOAT and not self._inputs[step.result] & ALONG:
-            # Triton's interpreter would broadcast a bool scalar with the dtype of the operands.
+            # Broadcasting a bool scalar in Triton's interpreter would give it the operands' float dtype.
             written = f"tl.where({written}, 1, 0) != 0"
         return f"{step.result.name} = {written}"
 
@@ -200,7 +200,7 @@ class _Body:
         (x,), kind = step.operands, step.kind
         if kind in (BOOL, FLOAT):
             return self.spelled(x, kind)
-        if step.takes == FLOAT:  # through int32 or int64, as torch does
+        if step.takes == FLOAT:  # like torch, first convert to int32 or int64
             width = 64 if kind == INT64 else 32
             return self._held(
                 f"tl.cast({self.spelled(x, FLOAT)}, tl.int{width})", kind, range_of(INT64), width, step
@@ -226,14 +226,14 @@ class _Body:
         return written if own == width else f"tl.cast({written}, tl.int{own})"
 
     def _compared(self, step: Step) -> str:
-        """Return a comparison of integers or bools, in int32 if at least one operand always fits int32."""
+        """Compare integers or bools, in int32 if at least one operand always fits int32."""
         kind = INT32 if step.takes == BOOL else step.takes
         ranges = [self._range(x, kind) for x in step.operands]
         narrow = [known.within(NARROW) for known in ranges]
         width = 32 if all(narrow) else 64
         spelled = [self.spelled(x, kind, width) for x in step.operands]
         if any(narrow) and width == 64:
-            # The result stays the same if the wide operand is clamped to just beyond the narrow one's range.
+            # The result is the same if the wide operand is clamped to the narrow one's range, widened by 1.
             n = narrow.index(True)
             least, most = ranges[n].least - 1, ranges[n].most + 1
             if Range(least, most).within(NARROW) and isinstance(step.operands[n], Value):
@@ -243,7 +243,7 @@ class _Body:
         return SPELLED[step.operation].format(*spelled)
 
     def _of_integers(self, step: Step) -> str:
-        """Return a step with integer operands, in int32 if operands and result always fit int32."""
+        """Return an expression for a step on integers, in int32 if operands and result always fit int32."""
         operation, kind = step.operation, step.takes
         condition, operands = step.operands[:-2], step.operands
         if operation == "where":
@@ -253,7 +253,7 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
-        # If the last operand is a constant, it is wrapped around at the limits of its kind.
+        # The range of a constant is the constant itself, wrapped around at the limits of its kind.
         last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
@@ -268,7 +268,7 @@ class _Body:
         return self._held(written, kind, known, width, step)
 
     def _power(self, x: Operand, y: Operand) -> str:
-        """Return a power whose base or exponent is a constant."""
+        """Return an expression for a power whose base or exponent is a constant."""
         if not isinstance(x, Value):
             return f"tl.exp2({self.spelled(y, FLOAT)} * {_number(math.log2(x))})"
         return f"power({self.spelled(x, FLOAT)}, {_number(y)}, {y == int(y)}, {y % 2 == 1})"

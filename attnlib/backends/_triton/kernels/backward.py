@@ -131,19 +131,19 @@ def backward_keys(
         counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
         count = counts[MASKED]
-        # At least 1, because we divide by this number. If we divided by a count that may be 0, the compiler
-        # could assume that it is positive and prefetch the first steps of an empty loop. These loads would
+        # The divisor is at least 1. If we divided by the count itself, the compiler could assume that it is
+        # positive, and prefetch the first steps of a loop even if the loop is empty. These loads would
         # overwrite the tiles of the next loop.
         tiles_of_head = tl.maximum(room // GROUP if SPARSE else count, 1)
-        steps = count if SPARSE else GROUP * count  # a list covers all query heads of the group
-        for step in tl.range(0, steps, num_stages=STAGES):  # a loop over all heads keeps the pipeline full
+        steps = count if SPARSE else GROUP * count  # a sparse list already covers all heads of the group
+        for step in tl.range(0, steps, num_stages=STAGES):  # one loop for all heads keeps the pipeline full
             tile = entry(tiles, step, MASKED) if SPARSE else step
             head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
             tile = tile % tiles_of_head if GROUP > 1 else tile
             m0 = tile * BLOCK_M if SPARSE else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
-            # Load zeros for queries that see no key of this block: they may be padding with arbitrary values.
+            # Load zeros for queries that see no key of this block, since they may be padding with any values.
             valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
             # Load lse2 and delta as late as possible: a vector with one value per tile column takes many
             # registers.
@@ -163,7 +163,7 @@ def backward_keys(
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
-                if SCORE is not None:  # a score function may return anything past the last query
+                if SCORE is not None:  # hides queries past the last, whose scores may be anything
                     seen = seen & (i < keys)
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -242,7 +242,7 @@ def backward_queries(
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    # True if the rows after a sequence's visible keys may hold other keys, as in the forward.
+    # True if the rows after a sequence's visible keys may hold other keys (packed or bounded sequences).
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -302,13 +302,13 @@ def backward_queries(
             )
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            # tl.where, because the derivative may be NaN in rows that see no key.
+            # A product with ds = 0 is not enough: in rows that see no key, the derivative may be NaN.
             ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
             dq = add_products(dq, ds, k, d, PRECISION)
 
     seen = sees_any(i, band)  # rows that see no key hold arbitrary numbers
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        # Packed sequences share one row of partial sums; each has an extra one for its last, partial block.
+        # Packed sequences share one row of partial sums. Each has an extra sum, for its last, partial block.
         slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

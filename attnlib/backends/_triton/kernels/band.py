@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-MASK_FIELDS = ("left", "right", "prefix")  # parameters of every kernel that masks
+MASK_FIELDS = ("left", "right", "prefix")  # parameters of every kernel that applies a mask
 
 
 class KeyBand(NamedTuple):
@@ -27,7 +27,7 @@ class KeyBand(NamedTuple):
 
 
 class ChunkOrigin(NamedTuple):
-    """The start of a chunk in a larger call: the indices of its first query, key, head and sequence there."""
+    """The indices that a chunk's first query, key, head and sequence have in the larger call."""
 
     query: tl.tensor
     key: tl.tensor
@@ -159,7 +159,7 @@ def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexp
 
 @triton.jit
 def tile_at(n, tiles, MASKED: tl.constexpr, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """Return the first key of the ``n``-th masked tile of a range, or of its ``n``-th full tile."""
+    """Return the first key of the ``n``-th masked tile if ``MASKED``, otherwise of the ``n``-th full tile."""
     if MASKED:
         return tiles.first + n * EDGE + tl.where(n < tiles.before, 0, tiles.full * FULL)
     else:

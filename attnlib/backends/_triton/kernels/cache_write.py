@@ -38,7 +38,7 @@ def write(
     b, i = (token // s).to(tl.int64), (token % s).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=valid, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < slots)
-    slot = slot.to(tl.int32)  # slots that are written fit in int32
+    slot = slot.to(tl.int32)  # only valid slots are written, and these fit in int32
     page, place = (slot // page_size).to(tl.int64), (slot % page_size).to(tl.int64)
     angles = b * stride_ab + i * stride_as
 

@@ -24,9 +24,9 @@ def sums_of_splits(
     low, high, unit, empty, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the output, sum and maximum over the tokens ``[low, high)``, ``SIZE`` tokens at a time.
+    """Return the output, sum and maximum over the tokens ``[low, high)``, computed in sets of ``SIZE``.
 
-    Each set of ``SIZE`` tokens starts from ``empty`` sums, and the results are merged in order.
+    Each set of ``SIZE`` tokens starts from ``empty`` sums. The results of the sets are merged in order.
     """
     acc, m_i = empty.acc, empty.m_i
     l_i = tl.zeros([m_i.shape[0]], tl.float32)
@@ -44,7 +44,7 @@ def sums_of_splits(
 
 @triton.jit
 def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr):
-    """Add all runs of tiles that are not hidden to the running sums; fully visible tiles skip the mask."""
+    """Add all runs of visible tiles to the running sums; fully visible tiles skip the mask."""
     for r in range(runs.count):
         for MASKED in tl.static_range(2):
             tiles = run_at(r, runs, sizes.FULL, sizes.EDGE)
@@ -70,8 +70,8 @@ def decode(
 ):  # fmt: skip
     """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
-    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: tiles that all rows see
-    completely skip the mask. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
+    For packed sequences, the shapes are ``[t, h, e]`` and ``[h, t]``. ``FULL``: skip the mask in tiles
+    that all rows see completely. ``SPLIT_SIZE``: sum this many tokens at a time and merge the sums as if they
     were splits, so that real splits of this size give the same bits. Tiles that ``states`` marks as hidden
     are not read.
     """
@@ -100,7 +100,7 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
-    if not SPLIT_SIZE and n >= 0:  # with SPLIT_SIZE, long sequences are not split
+    if not SPLIT_SIZE and n >= 0:  # a long sequence, which is not split if SPLIT_SIZE is set
         low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty
@@ -115,14 +115,14 @@ def decode(
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
-    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # registers can hold an elementwise sum
+    BY_PLACE: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # registers can hold one sum per tile element
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
     sizes: tl.constexpr = DecodeSizes(
         D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION
     )
 
-    MAIN: tl.constexpr = E if LATENT else D_MAIN  # number of query channels before the tail
+    MAIN: tl.constexpr = E if LATENT else D_MAIN  # query channels in the first block, before the tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
     q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
     queries = ChannelBlocks(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
@@ -142,7 +142,7 @@ def decode(
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
     sums = RunningSums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if BY_PLACE else l_i)
-    if SPLIT_SIZE:  # this masks every tile; FULL is unused
+    if SPLIT_SIZE:  # masks all tiles, even if FULL is True
         acc, l_i, m_i = sums_of_splits(
             low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
         )
@@ -162,7 +162,7 @@ def decode(
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 
-    if EARLY:  # only now: programs of the next kernel would crowd the idle SMs
+    if EARLY:  # if launched earlier, the next kernel would crowd the idle SMs
         gdc_launch_dependents()
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # clears rows without keys
     is_whole = not SCHEDULED or splits == 1

@@ -66,7 +66,7 @@ class RunningSums(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Everything that scores of query rows depend on besides q and k: indices ``i``, heads, band, options.
+    """The inputs of scores besides q and k: the query indices ``i``, heads, band and options.
 
     Mask and score functions receive these indices and read ``mask_tensors`` and ``score_tensors``.
     ``first`` is the index of the sequence's first query.
@@ -109,11 +109,11 @@ def add_tile(
     sums, page, n, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of ``BLOCK`` tokens, from token ``n`` on, to the running sums."""
+    """Add the tile of ``BLOCK`` tokens that begins at token ``n`` to the running sums."""
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels per loaded element
-    # The number of key channels before the tail.
+    # The number of key channels in the first block, before the tail.
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
     j = n + tl.arange(0, BLOCK)
@@ -193,7 +193,7 @@ def sweep(
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
         sums = add_tile(sums, page, n, queries, scoring, stored, sizes, MASK, SCORE, MASKED, BLOCK)
-        if sizes.PAGE:  # one tile ahead, so that keys are not loaded late for want of page numbers
+        if sizes.PAGE:  # load page numbers one tile ahead, so that loads of keys do not wait for them
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
     return sums

@@ -1,4 +1,4 @@
-"""Helpers of generated mask and score functions: captured tensors, division, shifts and powers."""
+"""Helpers that generated mask and score functions call: captured tensors, division, shifts, powers."""
 
 from typing import NamedTuple
 
@@ -60,8 +60,8 @@ def add_elements(table, indices, x):
                 x = tl.sum(x, axis, keep_dims=True)
         places = at.to(tl.int64)
         first = tl.min(places)
-        # Often all indices of a tile name the same element: for example, distances are clamped, so all far
-        # keys share one bias. Then add the sum once, since atomics to one address would run one by one.
+        # Often all indices of a tile name the same element: for example, if distances are clamped, all far
+        # keys share one bias. In this case, add the sum once, since atomics to one address run one by one.
         if first == tl.max(places):
             tl.atomic_add(first.to(table.ptr.dtype), tl.sum(x), sem="relaxed")
         else:
@@ -124,7 +124,7 @@ def float_parts(x, y):
     y = tl.where(y == 0.0, 1.0, y)
     quotient = tl.floor(tl.div_rn(x, y))
     rest = tl.fma(-quotient, y, x)
-    above = (rest != 0.0) & ((rest < 0.0) != (y < 0.0))  # division rounded up to the next integer
+    above = (rest != 0.0) & ((rest < 0.0) != (y < 0.0))  # rounding made the quotient 1 too large
     return quotient - tl.where(above, 1.0, 0.0), rest + tl.where(above, y, 0.0)
 
 

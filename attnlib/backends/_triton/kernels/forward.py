@@ -72,7 +72,7 @@ def forward(
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # True if the rows after a sequence's visible keys may hold other keys (packed or bounded sequences).
-    # If not, loads through descriptors need no mask.
+    # If False, loads through descriptors need no mask.
     HOLES: tl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     )
@@ -102,7 +102,7 @@ def forward(
         all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
         all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
         edges = tl.minimum(all_low, high), all_high, high
-    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # first masked, then full, then masked tiles
+    for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # tiles: first masked, then full, then masked
         if SPARSE:
             begin = tiles.before if phase == 2 else 0
         else:

@@ -3,8 +3,8 @@
 ``classify_tiles`` calls the mask function for every pair of query and key within the band (the window and
 causal limits), and marks small tiles as hidden, partial or full. ``list_tiles`` joins them into the larger
 tiles of an attention kernel, and applies the band and the bounds of sequences. Each block of queries, or of
-keys, has one line in the list: a header, then partial tiles from the front and full tiles from the back.
-Read from its end of the line, each kind is in ascending order.
+keys, has one line in the list. After a header, partial tiles are listed in ascending order from the front of
+the line, and full tiles in ascending order from its back.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .tile import COUNTS, locate
 
 HIDDEN: tl.constexpr = tl.constexpr(0)  # no pair of the tile is visible; state 1 means that some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all pairs are visible
-HEADER: tl.constexpr = tl.constexpr(4)  # length of a line's header in int32 numbers; three are counts
+HEADER: tl.constexpr = tl.constexpr(4)  # length of a line's header: three counts, one unused
 EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles that a program classifies
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that list_tiles handles at a time
 
@@ -27,7 +27,7 @@ class SparseTiles(NamedTuple):
     """The list of tiles that a block of queries, or of keys, visits: two pointers and three counts.
 
     ``first`` points to the first partial tile, and ``last`` to the first full tile (full tiles are listed
-    backwards). ``cut`` is the number of partial tiles, ``before`` the number of those that precede
+    backwards). ``cut`` is the number of partial tiles, ``before`` the number of partial tiles that precede
     the first full tile, and ``whole`` the number of full tiles.
     """
 
@@ -70,7 +70,7 @@ def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constex
 
 @triton.jit
 def entry(tiles, n, CUT: tl.constexpr):
-    """Return the ``n``-th partial tile of a list, or the ``n``-th full tile."""
+    """Return the ``n``-th partial tile of a list if ``CUT``, otherwise its ``n``-th full tile."""
     return tl.load(tiles.first + n if CUT else tiles.last - n)
 
 
@@ -184,7 +184,7 @@ def list_tiles(
             before += tl.sum(tl.where(is_cut & (whole + wholes == 0), 1, 0), 0)
             cut += tl.sum(is_cut.to(tl.int32), 0)
             whole += tl.sum(is_whole.to(tl.int32), 0)
-    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # some kernels always read one entry
+    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # some kernels read an entry even if the list is empty
     tl.store(line, before)
     tl.store(line + 1, cut)
     tl.store(line + 2, whole)

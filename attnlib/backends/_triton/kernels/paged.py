@@ -7,16 +7,16 @@ from .tile import Work, owner, tokens_of
 
 LAST: tl.constexpr = tl.constexpr(2147483647)  # the end of a split that extends to the end of its sequence
 FEW: tl.constexpr = tl.constexpr(4)  # tiles with at most this many pages read page numbers as scalars
-ENTRY: tl.constexpr = tl.constexpr(8)  # int32 numbers per slot (place for one split) of a schedule
+ENTRY: tl.constexpr = tl.constexpr(8)  # int32 numbers in a slot of a schedule, which describes one split
 
 
 @triton.jit
 def entry_of(table_ptr, n, end, PAGE: tl.constexpr):
-    """Load the page-table entry of token ``n``, or of token ``end - 1`` if that is less, in two halves.
+    """Load the page-table entry of token ``min(n, end - 1)``, as two halves of 16 bits.
 
-    Triton would copy an int32 entry to shared memory asynchronously, and in every tile wait for all loads in
-    flight. Asynchronous copies have at least 4 bytes, so two 16-bit loads avoid this. ``PAGE = 0`` means a
-    contiguous cache, in which each sequence has one entry.
+    Triton would copy a 32-bit entry to shared memory asynchronously, and wait in every tile for all loads in
+    flight. It does not do this for 16-bit loads, because asynchronous copies have at least 4 bytes.
+    ``PAGE = 0`` means a contiguous cache, in which each sequence has one entry.
     """
     n = tl.maximum(tl.minimum(n, end - 1), 0)
     half = table_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * (n // PAGE if PAGE else n * 0)
@@ -59,7 +59,7 @@ def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 def page_named(entry, pages):
     """Return the page number in a page-table entry, clamped to the existing pages.
 
-    Call this one tile after the entry was loaded, because the first computation with it waits for the load.
+    Call this function one tile after loading the entry, because the first use of an entry waits for its load.
     """
     low, high = entry
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
@@ -117,10 +117,11 @@ def claimed(
     """Return the work of a program, the number of splits of its sequence, and the index of its split.
 
     The work is a block of query rows (``group`` rows per query token) and the key tokens of one split. The
-    sequence is -1 if the program has nothing to do. The index is -1 if the schedule has set the tokens.
+    sequence is -1 if the program has nothing to do. The index is -1 if the work already has only the
+    tokens of its split.
 
-    A slot of a schedule is a place for one split; it is -1 if it is empty. A packed sequence is long if its
-    rows do not fit into the blocks of one slot. Packed sequences use these slots, in this order:
+    A slot of a schedule is a place for one split. An empty slot names sequence -1. A packed sequence is long
+    if its rows do not fit into the blocks of one slot. Packed sequences use these slots, in this order:
 
     - the ``slots`` slots of the schedule,
     - one slot for the tokens after the last sequence,

@@ -1,8 +1,8 @@
 """Exchange of queries and results between GPUs of one host: ranks write into each other's memory.
 
-A line holds the channels of one token and head. ``addresses`` is a tensor with one address per rank, where
-that rank's copy of a buffer lies. ``EARLY``: launched with PDL (programmatic dependent launch), so wait for
-the preceding kernel before reading, and let the next one start.
+A line holds the channels of one token and head. ``addresses`` is a tensor with the address of each rank's
+copy of a buffer. ``EARLY``: launched with PDL (programmatic dependent launch), so wait for the preceding
+kernel before reading, and let the next one start.
 """
 
 import triton
@@ -50,9 +50,9 @@ def send_results(
 ):  # fmt: skip
     """Write this rank's outputs into the buffers of all ranks, ``[RANKS, lines, E]``, with their LSEs.
 
-    The LSEs begin at byte ``lse_at`` of a buffer. ``OWN``: each rank has ``heads`` query heads of
-    ``all_heads``, ``group`` of them per KV head, and receives only the results of its own heads; the query
-    heads of a KV head are adjacent. Otherwise, all ranks have the same heads and receive all results.
+    The LSEs begin at byte ``lse_at`` of a buffer. ``OWN``: each rank has ``heads`` of the ``all_heads`` query
+    heads, and receives only the results of these. Otherwise, all ranks have the same heads and receive all
+    results. The ``group`` query heads of a KV head are adjacent.
     """
     if EARLY:
         gdc_wait()

@@ -17,7 +17,7 @@ CUT: tl.constexpr = tl.constexpr(1)  # a partial tile: some pairs are visible
 # A run is encoded as `first tile * KINDS + kind`.
 KINDS: tl.constexpr = tl.constexpr(4)
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are classified at a time
-LINES: tl.constexpr = tl.constexpr(4)  # rows of the tensor of tile states that are read at a time
+LINES: tl.constexpr = tl.constexpr(4)  # rows of tile states that are read at a time
 
 
 class States(NamedTuple):
@@ -41,9 +41,9 @@ class States(NamedTuple):
 class BlockSizes(NamedTuple):
     """The tile sizes of decoding with block sparsity.
 
-    A tile of the kernel has ``M`` rows and ``N`` keys. The states of the mask belong to other
-    tiles, of ``GRAIN_M`` queries and ``GRAIN`` keys. ``KV_HEADS`` and ``PACKED`` serve to number the blocks
-    of rows.
+    A tile of the kernel has ``M`` rows and ``N`` keys. The tile states of the mask are for tiles of another
+    size: ``GRAIN_M`` queries and ``GRAIN`` keys. The numbers of blocks of rows depend on ``KV_HEADS`` and
+    ``PACKED``.
     """
 
     M: tl.constexpr
@@ -55,9 +55,9 @@ class BlockSizes(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Tile states that concern one block of queries: ``rows`` rows of tiles in each of ``heads`` heads.
+    """The tile states of one block of queries: ``rows`` rows of tiles in each of ``heads`` heads.
 
-    The rows of the next head begin ``stride_heads`` rows later.
+    Each head's rows begin ``stride_heads`` rows after those of the previous head.
     """
 
     ptr: tl.tensor
@@ -107,7 +107,7 @@ def lines_for(x, sizes, work, first, last):
 
 @triton.jit
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
-    """Return the kind of the tiles with numbers ``n``: hidden, partial, or full for all rows of the block.
+    """Return the kind of each tile in ``n``: hidden, partial, or full for all rows of the block.
 
     Tiles outside the split's tokens count as hidden.
     """
@@ -151,7 +151,7 @@ def list_runs(x, sizes, work, first, last, tokens):
         begins = (n < end) & (kind != kinds_of(n - 1, lines, tokens, sizes.N, sizes.GRAIN))
         tl.store(runs + count + tl.cumsum(begins.to(tl.int32), 0) - 1, n * KINDS + kind, mask=begins)
         count += tl.sum(begins.to(tl.int32), 0)
-    tl.debug_barrier()  # some warps wrote the runs that all warps read
+    tl.debug_barrier()  # each warp reads runs that other warps wrote
     return Runs(runs, count, end)
 
 

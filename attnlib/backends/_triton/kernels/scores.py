@@ -1,6 +1,6 @@
 """Scores, probabilities and dropout for a tile of queries and keys.
 
-Scores are in log2 units: a probability is ``exp2(score * unit - lse2)``.
+Scores times a factor ``unit`` are in log2 units: a probability is ``exp2(score * unit - lse2)``.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def descaled(x, ptr, at, sequence, batch):
 
 @triton.jit
 def tanh(x):
-    """Return ``tanh(x)`` to fp32 rounding.
+    """Return ``tanh(x)``, accurate to fp32 rounding.
 
     Near 0, a Taylor polynomial avoids the cancellation in ``1 - exp``.
     """
@@ -74,7 +74,7 @@ def modify(s, modifiers, i, j):
     """Apply softcap and ALiBi to the products q·k, and return scores and their derivative.
 
     ALiBi subtracts the slope times the distance ``|i - j|``. The derivative is with respect to the scaled
-    products, and 1 without a softcap.
+    products, and it is 1 without a softcap.
     """
     derivative = 1.0
     if modifiers.softcap is not None or modifiers.slope is not None:
@@ -113,15 +113,15 @@ def placed(origin, sequence, head, i, j, first):
 
 @triton.jit
 def natural(s, modifiers):
-    """Convert scores of :func:`modify` from log2 to natural units, which score functions take."""
+    """Convert scores from :func:`modify` to natural units, which score functions take."""
     return s * (unit_of(modifiers) * LN2)
 
 
 @triton.jit
 def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
-    """Apply a score function to scores of :func:`modify`, and return the new scores in log2 units.
+    """Apply a score function to scores from :func:`modify`, and return the new scores in log2 units.
 
-    Without a function, return the scores unchanged.
+    Without a function, return the scores of :func:`modify` unchanged.
     """
     if SCORE is None:
         return s
@@ -132,7 +132,7 @@ def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
 
 @triton.jit
 def unit_behind(modifiers, SCORE: tl.constexpr):
-    """Return the factor by which scores of :func:`changed` are multiplied before ``exp2``."""
+    """Return the factor by which scores from :func:`changed` are multiplied before ``exp2``."""
     return unit_of(modifiers) if SCORE is None else 1.0
 
 
@@ -158,11 +158,11 @@ def unchanged(
 
 @triton.jit
 def online_softmax(m_i, s, unit):
-    """Return the new running maximum, the probabilities of a tile, and the factor for all earlier sums."""
+    """Return the new running maximum, a tile's probabilities, and the factor that rescales earlier sums."""
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    # Until a row sees a key, its maximum is -inf, and subtracting that would give NaN.
+    # Until a row sees a key, its maximum is -inf. Subtracting -inf from scores would give NaN.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    correction = tl.exp2((m_i - safe) * unit)  # exactly 1 if m_i is unchanged; one FMA would drift
+    correction = tl.exp2((m_i - safe) * unit)  # exactly 1 if m_i is unchanged; an FMA would round
     p = tl.exp2(s * unit - (safe * unit)[:, None])
     return m_new, p, correction
 

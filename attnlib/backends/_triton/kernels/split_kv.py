@@ -1,6 +1,7 @@
 """Split-KV decoding: cut sequences into splits of about equal length, and merge the results of the splits.
 
-The kernel ``schedule`` cuts, once for all layers of a decode step; the kernel ``combine`` merges.
+The kernel ``schedule`` cuts sequences once for all layers of a decode step. The kernel ``combine`` merges
+the results in each layer.
 """
 
 import triton
@@ -136,8 +137,7 @@ def schedule(
 
     A packed sequence is long if its rows do not fit into the blocks of one slot. A long sequence has at least
     as many splits per block as another sequence of the same length. Its splits have at most ``LARGEST`` and
-    at least ``SMALLEST`` tokens; if it cannot satisfy both, ``SMALLEST``
-    decides.
+    at least ``SMALLEST`` tokens; if both are impossible, ``SMALLEST`` decides.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)

@@ -37,8 +37,8 @@ def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr)
     """Convert values of the cache to ``dtype``, without error.
 
     ``NATIVE``: convert int8 and e4m3 to fp16 with NVIDIA instructions. ``STAYS``: convert before the tile
-    passes through shared memory. Otherwise Triton moves bytes through shared memory; if the product needs the
-    tile transposed, it must read them one by one.
+    passes through shared memory. Otherwise Triton moves the bytes through shared memory, and must read them
+    one by one if the product needs the tile transposed.
     """
     if NATIVE and dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
         ASSEMBLY: tl.constexpr = FROM_INT8 if x.dtype == tl.int8 else FROM_E4M3

@@ -77,7 +77,7 @@ def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MAS
 
 @triton.jit
 def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
-    """Return a base pointer, and the offsets from it of ``ROWS`` rows that begin with row ``n``.
+    """Return a base pointer and the offsets of ``ROWS`` rows relative to it, beginning with row ``n``.
 
     ``ANEW``: recompute the offsets in each tile, so that they occupy no registers between tiles.
     """
@@ -196,7 +196,7 @@ def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.con
 
     See :func:`first_block` for the numbers of blocks.
     """
-    n, above = block * 0, batch + 1  # a tensor, since the int 0 would stay an int if batch = 0
+    n, above = block * 0, batch + 1  # block * 0 is a tensor; the int 0 would stay an int if batch = 0
     while above - n > 1:
         middle = (n + above) // 2
         fits = first_block(cu_ptr, middle, tokens, group, BLOCK, LONG) <= block

@@ -3,7 +3,8 @@
 Much of the assembly only fixes the order of instructions. A named barrier (``bar.sync``, ``bar.arrive``)
 costs one instruction per warp. An mbarrier would also need a barrier of the whole warpgroup, and one elected
 thread to arrive. Named barriers have numbers: those below ``FIRST`` belong to Triton, where partition ``i``
-of a warp-specialized kernel uses 2 + i, unless it is a single warp. Flags use 15 and the numbers below it.
+of a warp-specialized kernel uses 2 + i, unless it is a single warp. Flags (:func:`make_flag`) use
+number 15 and the numbers below it.
 
 Gluon is experimental. This module picks the names that differ between Triton versions; ``gluon_names.py``
 reports the names that the installed version lacks.
@@ -79,7 +80,8 @@ def _read_flag(number):
 def make_flag(NUMBER: gl.constexpr):
     """Declare a flag that warpgroup ``NUMBER`` can raise and test; call this once per kernel.
 
-    The flag is a PTX register. A branch can test it, but not an element of a tensor, which is not a scalar.
+    The flag is a PTX register, which a branch can test. A branch cannot test an element of a tensor, since
+    that is not a scalar.
     """
     gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -89,8 +91,8 @@ def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
     """Raise the warpgroup's flag if any of its ``sums`` exceeds ``LIMIT`` or is NaN; otherwise lower it.
 
     ``sums`` is ``[rows, 8]``. The warps of the warpgroup meet at a named barrier. The barrier also keeps the
-    exponentials in the sums before the wait for the product that they should overlap. Without it, ptxas moves
-    12 to 66 of the 66 exponentials behind that wait.
+    exponentials in the sums before the wait for a matrix product, which they should overlap. Without the
+    barrier, ptxas moves 12 to 66 of the 66 exponentials behind that wait.
     """
     gl.inline_asm_elementwise(
         _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -109,7 +111,7 @@ def is_raised(NUMBER: gl.constexpr):
 def _scale_unless_one(count):
     moves = [f"mov.b32 ${n}, ${count + n};" for n in range(count)]
     products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
-    # A thread holds two rows of a wgmma accumulator; they alternate every two registers.
+    # A thread holds two rows of a wgmma accumulator, in alternating pairs of registers.
     differs = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
     asked = "vote.sync.any.pred q, p, 0xffffffff;"
     body = " ".join([differs, asked, *moves, "@!q bra DONE;", *products])
@@ -148,19 +150,19 @@ def prefetch(ptr):
 
 @gluon.jit
 def opaque(x):
-    """Return the fp32 tensor ``x`` through a move that the compiler cannot look through.
+    """Return a copy of the fp32 tensor ``x``, made by a move whose effect the compiler does not know.
 
-    This keeps the computation of ``x`` inside its branch.
+    The compiler then cannot move the computation of ``x`` out of its branch.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def anew(number):
-    """Return an int32 through an opaque move, which makes the compiler recompute values derived from it here.
+    """Return a copy of an int32, made by a move whose effect the compiler does not know.
 
-    Without the move, LLVM and ptxas compute the values before the loop. Shared-memory descriptors that stay
-    live throughout a loop are then spilled.
+    The compiler then computes values that depend on the copy only after this move. Otherwise LLVM and ptxas
+    compute them before the loop, and spill shared-memory descriptors that stay live throughout the loop.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -182,9 +184,9 @@ def _in_place(count):
 
 @gluon.jit
 def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
-    """Return ``acc * factor[:, None]`` as :func:`scale_rows` does, in the registers of ``acc``.
+    """Return ``acc * factor[:, None]`` as :func:`scale_rows` does, but in the registers of ``acc``.
 
-    If a matrix product is in flight, a warp then waits for it only if it multiplies.
+    A warp then waits for a matrix product in flight only if the warp has to multiply.
     """
     return gl.inline_asm_elementwise(
         _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
@@ -194,9 +196,9 @@ def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
 
 @gluon.jit
 def opaque_halves(x):
-    """Return the 16-bit tensor ``x`` through an opaque move.
+    """Return a copy of the 16-bit tensor ``x``, made by a move whose effect the compiler does not know.
 
-    This keeps the compiler from computing fp32 values from ``x`` earlier, which take twice the registers.
+    The compiler then cannot compute fp32 values from ``x`` earlier. They would take twice the registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 

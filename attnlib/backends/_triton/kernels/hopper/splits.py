@@ -101,12 +101,12 @@ def split_of(
     i = length - work.rows
     low, high, all_low, all_high = key_range(i + first, i + last, band)
     high = gl.where(first < last, high, low)
-    if n >= 0:  # a block of a long sequence, in equal splits
+    if n >= 0:  # a long sequence is divided into equal splits
         low, high = tokens_of_split(low, high, n, splits, TOKENS)
         begin, end = gl.maximum(begin, low), gl.minimum(end, high)
         all_low, all_high = gl.maximum(all_low, low), gl.minimum(all_high, high)
     zero = length * 0
-    splits = anew(splits + zero)  # a compile-time constant fails in the passes of Triton 3.6
+    splits = anew(splits + zero)  # + zero: Triton 3.6 fails to compile a constant here
     return Split(
         work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length,
         begin, end, low, high, all_low + zero, all_high + zero, entry, column, work.head.to(gl.int32),
@@ -136,7 +136,7 @@ class BothHalvesSums(NamedTuple):
 
 @gluon.jit
 def weighed(s, m_i, unit, AXIS: gl.constexpr):
-    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
+    """Return probabilities, the maximum subtracted from scores, and the factor that rescales earlier sums.
 
     A row keeps its old maximum until a score exceeds it by more than ``MOVED`` powers of two. The sums remain
     exact, since all of them are relative to the same maximum.
@@ -147,16 +147,19 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 
 @gluon.jit
 def raised(m_i, highest):
-    """Return the running maximum, raised if ``highest`` is much higher, and the maximum to subtract."""
+    """Return the new running maximum, and the number to subtract from scores.
+
+    The maximum becomes ``highest`` if ``highest`` exceeds it by more than ``MOVED``; otherwise it stays.
+    """
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
-    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    # A row that has seen no key keeps -inf as its maximum; subtracting -inf would give NaN.
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
 
 
 class DecodeOutputs(NamedTuple):
     """The outputs of a decode kernel: pointers and strides of the output, the LSE and the partial results.
 
-    Each split of a sequence writes a partial result; ``lines`` is the number of its rows.
+    Each split of a sequence writes a partial result. ``lines`` is the number of rows of all partial results.
     """
 
     out_ptr: gl.tensor

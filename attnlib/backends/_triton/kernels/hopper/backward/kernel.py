@@ -55,7 +55,7 @@ def allocate(tile_type: gl.constexpr, sizes):
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
     keys_full = barriers(1)
-    turn = keys_full  # not a new barrier: Triton reuses an unused barrier's memory, but initializes it late
+    turn = keys_full  # a new, unused barrier fails: Triton reuses its memory, but initializes it late
     if sizes.AFTER:
         turn = barriers(1)
     shared = BackwardShared(
@@ -86,8 +86,8 @@ def backward(
     Each head has ``dq_tiles`` tiles of sums. With programmatic dependent launch, a program starts before its
     inputs are written, waits for them, and then lets programs of the next kernel start.
 
-    To add in a fixed order (``AFTER``), programs draw their work from a counter in memory after the ``sums``.
-    The counter is followed by an int32 for each tile, which tells programs whose turn it is to add.
+    To add in a fixed order (``AFTER``), programs draw their work from a counter that follows the ``sums`` in
+    memory. After the counter, an int32 for each tile tells programs whose turn it is to add.
     """
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
@@ -135,7 +135,7 @@ def backward(
             [4, 4, 1, 1, 1],
             [REGISTERS, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
-    elif TILES == 2:  # never adds in a fixed order
+    elif TILES == 2:  # these consumers never add to dq in a fixed order
         gl.warp_specialize(
             [
                 (consume_upto_192, (0, job, band, call, results, shared, sizes)),

@@ -165,7 +165,7 @@ def job_of(work, band, call, sizes):
     first_dq = (
         work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
     ) * call.dq_tiles + first
-    if sizes.PACKED:  # sequences are adjacent; each has one extra, partial tile
+    if sizes.PACKED:  # sequences are adjacent in dq, each with an extra, partial tile
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
     if sizes.SPARSE:
@@ -182,7 +182,10 @@ def job_of(work, band, call, sizes):
 
 @gluon.jit
 def sparse_step(number, job, call):
-    """Return the step for entry ``number`` of a sparse list; its own tile stands for the previous one."""
+    """Return the step for entry ``number`` of a sparse list.
+
+    ``dq_before`` is set to the step's own tile, because consumers that take sparse lists do not use it.
+    """
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
     found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
     member, tile = found // job.tiles, found % job.tiles
@@ -192,7 +195,7 @@ def sparse_step(number, job, call):
 
 @gluon.jit
 def first_step(job, call, sizes):
-    """Return the first step of a program; its own tile stands for the previous one, which it lacks.
+    """Return the first step of a program, with its own tile as the previous one, since there is none.
 
     This is harmless: consumers that add dq one step late add only zeros in the first step.
     """
@@ -206,9 +209,9 @@ def first_step(job, call, sizes):
 def next_step(step, job, call, sizes):
     """Return the next step: the next query tile of the same head, or the first tile of the next head.
 
-    If a program must add after the program of the previous keys (``AFTER`` = -1), its tiles come in
-    descending order, and each tile comes for all heads of the group before the next tile. The program thus
-    begins at the tile at which the program of the previous keys began.
+    If a program must add after the program of the previous keys (``AFTER`` = -1), it visits tiles in
+    descending order, and each tile for all heads of the group before the next tile. It thus begins with the
+    same tile as the program of the previous keys.
     """
     if sizes.SPARSE:
         return sparse_step(step.number + 1, job, call)

@@ -4,7 +4,7 @@ A program adds to a tile after one other program of the same head, its predecess
 next keys or of the previous keys (``AFTER``). If the predecessor does not add to the tile, the program does
 not wait: no program beyond the predecessor adds to it either, because the range of queries that see a key
 only moves forward from key to key (``query_range``). An int32 per tile names the program that added last. One
-warp waits for turns and another ends them. Each of these takes 1 to 2 microseconds, and a step takes 2 to 3.
+warp waits for turns and another ends them. Either takes 1 to 2 microseconds, and a step takes 2 to 3.
 
 No program waits forever. When programs start, they draw their work from a counter, and a predecessor always
 draws first. So the predecessor is already running, and the first program of a head waits for no other. Within
@@ -29,7 +29,7 @@ from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tile
 def meet(WAITS: gl.constexpr, sizes):
     """Arrive or wait at the named barrier that follows an addition to a tile of dq.
 
-    The warpgroup that has added only arrives; the two warps that handle turns wait (``WAITS``).
+    The warpgroups that add to dq arrive and do not wait. The two warps that handle turns wait (``WAITS``).
     """
     NUMBER: gl.constexpr = DONE if sizes.DQ_WARPGROUP else FIRST + 4  # a number unused by the consumers
     THREADS: gl.constexpr = (CONSUMERS // 2 if sizes.DQ_WARPGROUP else CONSUMERS) + 64
@@ -41,16 +41,16 @@ def meet(WAITS: gl.constexpr, sizes):
 
 @gluon.jit
 def number_of(start, sizes):
-    """Return the number of the program whose keys begin at ``start``; in a sequence, numbers start at 1."""
+    """Return the number of the program whose keys begin at ``start``: 1 for the first keys of a sequence."""
     return start // (sizes.TILES * KEYS) + 1
 
 
 @gluon.jit
 def wait_for_turns(work, band, job, call, shared, sizes):
-    """Wait for this program's turn at each tile of dq, and signal each turn to the warpgroups that add.
+    """Wait for this program's turn at each tile of dq, and signal the turn to the warpgroups that add.
 
-    The turn comes when the predecessor has added to the tile, and this program has added to its own previous
-    tile.
+    It is a program's turn to add to a tile when its predecessor has added to the tile, and the program itself
+    has added to its own previous tile.
     """
     if sizes.AFTER:
         other = work.start + sizes.AFTER * (sizes.TILES * KEYS)

@@ -55,7 +55,8 @@ from .shared import (
 )
 from .turns import mark_added, wait_to_add
 
-FULL: gl.constexpr = FIRST  # first of the named barriers, one per slot of ds: both consumers have stored it
+# One named barrier per slot of ds signals that both consumers have stored their ds.
+FULL: gl.constexpr = FIRST
 # One named barrier per consumer and slot of ds signals that dq has been computed from the slot.
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)
 ALL: gl.constexpr = gl.constexpr(CONSUMERS + 128)  # threads of the consumers and the third warpgroup
@@ -112,7 +113,7 @@ def advance(
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
         seen = visible(i, j, band)
-        if SCORE is not None:  # a score function may return anything past the last query
+        if SCORE is not None:  # hides queries past the last, whose scores may be anything
             seen = seen & (i < job.rows)
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, i, j, place.first, call.mask_tensors)
@@ -167,7 +168,7 @@ def consume_upto_128(
             MASK, SCORE, DERIVATIVE,
         )  # fmt: skip
         step = next_step(step, job, call, sizes)
-    for parity in gl.static_range(2):  # the third warpgroup no longer reads these keys
+    for parity in gl.static_range(2):  # wait until the third warpgroup no longer reads these keys
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
     put(
         sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band,

@@ -90,14 +90,14 @@ def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, result
         i = (job.ahead + m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         j = (job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
         p = opaque(gl.where(visible(i, j, band), p, 0.0))
-    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wait for a wgmma above this
+    mbarrier.wait(shared.dout_full.index(slot), phase)  # ptxas moves no wait for a wgmma across this
     p16 = gl.convert_layout(p.to(dout.dtype), P)
     dp = spread(shared.delta.index(slot), zero)
     dp = warpgroup_mma(shared.v.index(anew(number)), dout.permute((1, 0)), dp, is_async=True)
     dv = warpgroup_mma(p16, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (gl.convert_layout(floats_of(p16), SCORES) * dp).to(dout.dtype)
-    # By now, the other consumer has stored its last ds, and read the one before.
+    # Wait until the other consumer has stored its ds of the previous step, and no longer reads older ones.
     barrier_sync(FIRST + number * 2 + before, CONSUMERS)
     own = shared.ds.index((before ^ 1) * 2 + number)
     own.store(ds)
@@ -131,7 +131,7 @@ def consume_upto_192(number: gl.constexpr, job, band, call, results, shared, siz
     sums = KeyGradients192(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
     all_low, all_high = full_queries(job.start + number * KEYS, job, band)
     wait_for_keys(job, band, shared, sizes)
-    # The step before the first has a ds of zeros.
+    # dq is added one step late, so the first step multiplies a ds of zeros.
     shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)

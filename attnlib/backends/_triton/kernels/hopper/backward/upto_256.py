@@ -35,7 +35,7 @@ from .turns import mark_added, wait_to_add
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)
 P_EMPTY: gl.constexpr = gl.constexpr(FIRST + 1)
-DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # FIRST + 2 and FIRST + 3, alternating between steps
+DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # even steps use this barrier, odd steps the next one
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def issue_share(number: gl.constexpr, parity, shared, sizes):
 
 @gluon.jit
 def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
-    """Add the part of dq from the last step, then wait for the other consumer at a barrier."""
+    """Add the last step's part of dq to the sums, then wait for the other consumer at a barrier."""
     if job.steps > 0:
         dq = warpgroup_mma_wait(0, deps=[issue_share(number, (job.steps & 1) ^ 1, shared, sizes)])
         wait_to_add(job.steps - 1, shared, sizes)
@@ -128,7 +128,7 @@ def consume_keys(job, band, call, results, shared, sizes):
     )
     v = shared.v.index(0)
     wait_for_keys(job, band, shared, sizes)
-    shared.ds.index(1).store(zero.to(v.dtype))  # the step before the first has a ds of zeros
+    shared.ds.index(1).store(zero.to(v.dtype))  # dq is added one step late; the first step adds zeros
     fence_async_shared()
     barrier_arrive(DS_FULL + 1, CONSUMERS)
     barrier_arrive(P_EMPTY, CONSUMERS)

@@ -143,19 +143,19 @@ def scores(
 
 @gluon.jit
 def softmax(s, m_i, moves, unit):
-    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
+    """Return probabilities, the maximum subtracted from scores, and the factor that rescales earlier sums.
 
     Only rows in ``moves`` get a new maximum. The other rows keep their maximum, and their sums stay exact.
     """
     m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit), m_i)
-    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    # A row that has seen no key keeps -inf as its maximum; subtracting -inf would give NaN.
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
 
 
 @gluon.jit
 def hand_back(slots, count, shared, sizes):
-    """Release ``count`` key blocks that this consumer does not need, and return the ring slots that follow.
+    """Release ``count`` key blocks that this consumer does not need, and return the next ring slots.
 
     Each block is released only after it has been loaded. Otherwise this consumer could arrive at a named
     barrier twice before another consumer has arrived once.
@@ -176,13 +176,13 @@ def step(
     state, slots, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Add one key block to a consumer's running sums; return these and the next ring slots.
+    """Add one key block to a consumer's running sums; return the sums and the next ring slots.
 
     The softmax of the block overlaps the product of the previous block's probabilities and values.
     """
     q, q_slot, i, zero = queries
     n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
-    p_before = opaque_halves(state.p)  # otherwise, with three consumers, one swaps all 16-bit halves
+    p_before = opaque_halves(state.p)  # otherwise, one of three consumers would swap all 16-bit halves
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     mbarrier.wait(shared.v_full.index(slots.v), slots.v_phase)
     if sizes.HOLES:
@@ -194,7 +194,7 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
-    # ptxas does not move the wait for a wgmma above this wait for an mbarrier.
+    # This wait for an mbarrier also keeps ptxas from waiting for the wgmma earlier.
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
@@ -219,7 +219,7 @@ def first_step(
     slots, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Begin a consumer's running sums with the first key block; return these and the next ring slots.
+    """Begin a consumer's running sums with the first key block; return the sums and the next ring slots.
 
     The probabilities of the block are multiplied by its values later.
     """

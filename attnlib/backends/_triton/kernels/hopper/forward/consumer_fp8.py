@@ -41,7 +41,7 @@ class PendingSumsFp8(NamedTuple):
     """The running sums of a consumer, and the last block's probabilities, not yet multiplied by values."""
 
     acc: gl.tuple  # output sums: one tensor per piece of the channels
-    product: gl.tuple  # products not yet added to acc, if there is one piece
+    product: gl.tuple  # products not yet added to acc; empty if there are several pieces
     p: gl.tensor  # e4m3 numbers, four to an int32 word
     m_i: gl.tensor
     l_i: gl.tensor  # [ROWS, 8]: partial sums, not yet added across lanes
@@ -91,7 +91,7 @@ def scaled(pieces, factor):
 
 @gluon.jit
 def softmax_fp8(s, m_i, moves, unit):
-    """Return probabilities, the maximum that was subtracted from scores, and the factor for earlier sums.
+    """Return probabilities, the maximum subtracted from scores, and the factor that rescales earlier sums.
 
     Only rows in ``moves`` get a new maximum; their probabilities are then at most ``2 ** RAISED``, not 1.
     """
@@ -102,7 +102,7 @@ def softmax_fp8(s, m_i, moves, unit):
 
 @gluon.jit
 def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, more):
-    """Begin a consumer's running sums with the first key block; return these and the next ring slots.
+    """Begin a consumer's running sums with the first key block; return the sums and the next ring slots.
 
     The probabilities of the block are multiplied by its values later.
     """
@@ -125,7 +125,7 @@ def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.conste
 
 @gluon.jit
 def add_products(state, slot, shared, sizes):
-    """Add the last block's product to the output sums, release the slot of its values; return the sums."""
+    """Add the last block's product to the output sums, release its value slot, and return the sums."""
     zeros = gl.zeros_like(state.acc[0])
     if sizes.PIECES == 1:
         product = issue_product(state.p, 0, state.product[0], True, slot, shared, sizes)
@@ -147,7 +147,7 @@ def add_products(state, slot, shared, sizes):
 def step_fp8(
     state, slots, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr
 ):
-    """Add one key block to a consumer's running sums; return these and the next ring slots.
+    """Add one key block to a consumer's running sums; return the sums and the next ring slots.
 
     If all value channels are multiplied at once, the softmax of the block overlaps the previous block's
     product with values.

@@ -143,7 +143,7 @@ def consume(
         q_slot = count % sizes.Q_SLOTS * sizes.CONSUMERS + number
         mbarrier.wait(shared.q_full.index(q_slot), (count // sizes.Q_SLOTS) & 1)
         q = shared.q.index(q_slot)
-        if sizes.Q_IN_REGISTERS:  # this reads a third less from shared memory
+        if sizes.Q_IN_REGISTERS:  # saves a third of the reads from shared memory
             q = q.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if not sizes.OUT_IN_Q:
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
@@ -166,7 +166,7 @@ def consume(
             if sizes.SPARSE:
                 before, block = block, visited(every, n, sizes)
                 visit = Visit(block, before, n < every.cut, n + 1 < top)
-            else:  # so that the loop does not carry b
+            else:  # b depends only on n, so the loop carries no block number
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
             state, slots = step(
@@ -187,7 +187,7 @@ def consume(
         )
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         if not sizes.OUT_IN_Q:
-            tma.store_wait(0)  # the previous output tile has left the buffer
+            tma.store_wait(0)  # wait until the previous output tile has left the buffer
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
         v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
@@ -195,7 +195,7 @@ def consume(
         if not sizes.SPARSE:
             slots = hand_back(slots, bottom - all_bottom, shared, sizes)
         # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
-        # this in fp32; otherwise it would do it for each 16-bit half.
+        # this in fp32; otherwise it would zero 16-bit halves one by one.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)

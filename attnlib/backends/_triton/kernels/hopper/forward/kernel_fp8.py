@@ -44,7 +44,7 @@ def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
     """Normalize one piece of the output channels of a tile, and write it to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
     # Zero rows that see no key, since they may have summed arbitrary data. opaque() makes the compiler do
-    # this in fp32; otherwise it would do it for each 16-bit half.
+    # this in fp32; otherwise it would zero 16-bit halves one by one.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)
@@ -116,7 +116,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
         share = gl.convert_layout(share, gl.SliceLayout(1, SUMS))
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
-        tma.store_wait(0)  # the previous output tile has left the buffer
+        tma.store_wait(0)  # wait until the previous output tile has left the buffer
         for n in gl.static_range(sizes.PIECES):
             put_piece(acc[n], share, sees, n, out, sizes)
         put_out(out, work, first, results, sizes)

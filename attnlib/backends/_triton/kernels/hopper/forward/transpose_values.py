@@ -1,7 +1,7 @@
 """A kernel that transposes fp8 values before the Hopper forward, since 8-bit wgmma reads values by channel.
 
-Otherwise every program of the forward would transpose each block that it reads. This takes registers of a
-warpgroup, and shared memory that matrix products need. Kernel time only, d = 256, causal, 8k:
+Otherwise every program of the forward would transpose each block that it reads. This would take registers
+of a warpgroup, and shared memory that matrix products need. Kernel time only, d = 256, causal, 8k:
 
     transposed inside the forward      812 TFLOP/s
     transposed before the forward    1,039 TFLOP/s

@@ -100,7 +100,7 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, shared, siz
 
 @gluon.jit
 def load_queries(queries, split, call, sizes):
-    """Load queries: even and odd channels ``[head, row, HALF]`` in fp16, and a factor per row.
+    """Load the even and odd channels of queries, ``[head, row, HALF]`` in fp16, with a factor per row.
 
     Rows are scaled by powers of two into the range of fp16; the factors undo the scaling.
     """
@@ -127,11 +127,10 @@ def scale_of(scales):
 
 @gluon.jit
 def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
-    """Return the scores of a group of tokens from ``n`` on, and three results for the product with values.
+    """Return scores, inverse powers, remaining factors and values for the group of tokens from ``n`` on.
 
-    The scale of a value is a power of two times a remaining factor. Scores include the exponent of the power.
-    The three results are a factor that removes the power from probabilities, the remaining factor, and the
-    values as pairs of bytes.
+    The scale of a value is a power of two times a remaining factor. Scores include the exponent of the power;
+    multiplying probabilities by the inverse power removes it again. Values are pairs of bytes.
     """
     SUMS: gl.constexpr = sums_of(WARPS)
     RIGHT: gl.constexpr = factor_of(WARPS, 1)
@@ -166,7 +165,7 @@ def add_values(even, odd, weights, values, STORED: gl.constexpr):
 
 @gluon.jit
 def add_tile(state, q, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr, sizes):
-    """Add the tile of tokens from ``n`` on to the running sums."""
+    """Add the tile of tokens that begins at token ``n`` to the running sums."""
     s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, shared, STORED, sizes)
     s_b, inverse_b, rest_b, v_b = scores(
         1, q, slot, n + TOKENS, i, modifiers, band, split, shared, STORED, sizes
@@ -222,7 +221,7 @@ def consume(queries, split, call, results, shared, STORED: gl.constexpr, sizes):
         state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, shared, STORED, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # if launched earlier, the next kernel would crowd the idle SMs
     store(state, band, split, call, results, sizes)
 
 

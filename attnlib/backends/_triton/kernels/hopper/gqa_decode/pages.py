@@ -58,7 +58,7 @@ def both_halves(boxes, number, KEYS: gl.constexpr, sizes):
 
 @gluon.jit
 def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
-    """Add the tile of tokens from ``n`` on to the running sums."""
+    """Add the tile of tokens that begins at token ``n`` to the running sums."""
     SUMS: gl.constexpr = sums_of(sizes.WARPS)
     RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
     TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
@@ -111,7 +111,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, sizes):
         state = add_tile(state, (left, right), n, i, modifiers, band, split, shared.boxes, slot * 4, sizes)
         barrier_arrive(FIRST + slot, threads_of(sizes))
 
-    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # if launched earlier, the next kernel would crowd the idle SMs
     if sizes.WARPS == sizes.HEADS:
         store_per_head(number, state, band, split, call, results, sizes)
     else:

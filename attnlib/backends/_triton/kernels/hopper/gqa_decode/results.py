@@ -12,10 +12,10 @@ from .shared import HALF, M, channels, sums_of, threads_of
 
 @gluon.jit
 def finish(l_i, m_i, h, r, band, split, call, results, sizes):
-    """Write the LSE of rows ``r`` of KV heads ``h``, and return what is needed to write their output.
+    """Write the LSE of rows ``r`` of KV heads ``h``, and return what :func:`store_channels` needs.
 
-    This is the factor that normalizes a row's sums, the row's offset in ``out``, its offset in the buffer for
-    partial results, and the mask of valid rows.
+    This is, for each row, the factor that normalizes its sums, its offset in ``out``, its offset in the
+    buffer for partial results, and True if the row is valid.
     """
     query, head = (split.start + r) // call.group, (split.head * sizes.HEADS + h) * call.group
     head += (split.start + r) % call.group
@@ -40,9 +40,9 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
 
 @gluon.jit
 def store_channels(acc, c, rows, split, results):
-    """Multiply channels ``c`` of rows by a factor per row; write them to ``out`` or as partial results.
+    """Normalize the sums of channels ``c``, and write them to ``out`` or as partial results.
 
-    A factor of 0 gives 0, even if sums are NaN or infinite.
+    ``rows`` is the result of :func:`finish`. A factor of 0 gives 0, even if sums are NaN or infinite.
     """
     AXIS: gl.constexpr = len(acc.shape) - 1
     share, at, line, valid = rows
@@ -73,7 +73,7 @@ def store_per_head(number: gl.constexpr, state, band, split, call, results, size
 
 @gluon.jit
 def store_joined(number: gl.constexpr, state, band, split, call, results, shared, sizes):
-    """Join the sums of warps that share a KV head through shared memory, and write the results."""
+    """Join, through shared memory, the sums of warps that share a KV head, and write the results."""
     PARTS: gl.constexpr = sizes.WARPS // sizes.HEADS
     ROWS: gl.constexpr = sizes.HEADS * M
     OF: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 2, 16], [1, sizes.WARPS, 1], [2, 1, 0])
@@ -82,7 +82,8 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, shared
     MIXED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     shared.sums.index(2 * number).store(state.m_i)
     shared.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
-    barrier_sync(FIRST + shared.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
+    # Wait until all consumers have read all tiles, whose shared memory is now reused.
+    barrier_sync(FIRST + shared.full.shape[0], threads_of(sizes) - 32)
     m_i = reinterpret(shared.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(
         gl.SliceLayout(2, OF)
     )

@@ -76,7 +76,7 @@ def entries_at(n, split, call, sizes):
 
 @gluon.jit
 def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
-    """Start the TMA loads of a group of 16 tokens, both channel halves, into a tile."""
+    """Start the TMA loads of both channel halves of a group of 16 tokens into a tile."""
     shape: gl.constexpr = [sizes.WARPS // sizes.HEADS, sizes.HEADS, TOKENS, HALF]
     for half in gl.static_range(2):
         box = reinterpret(boxes.index(number + half), boxes.dtype, shape, desc.layout).index(part)
@@ -109,7 +109,7 @@ def produce(k_desc, v_desc, split, call, shared, sizes):
 
 @gluon.jit
 def tokens_in(LAYOUT: gl.constexpr, sizes):
-    """Return the position within a tile of each warp's tokens, ``[warp, token]``."""
+    """Return the positions of each warp's tokens within a tile, ``[warp, token]``."""
     warp, token = (
         gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)),
         gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT)),

@@ -9,8 +9,8 @@ from ..splits import TOKENS, entry_of
 from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
 WORDS: gl.constexpr = gl.constexpr(32)  # words of four bytes in a quarter of the channels
-# A thread converts 16 bytes to 32. Four threads write a line of 128 bytes. Eight write two lines, which
-# swizzling puts into different banks of shared memory.
+# Each thread converts 16 bytes to 32, so four threads write a line of 128 bytes. Eight threads write two
+# lines, which swizzling puts into different banks of shared memory.
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
@@ -41,7 +41,7 @@ def rows_from(row, call):
 def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
     """Load a quarter of a tile's int8 or fp8 channels as 32-bit words.
 
-    If it loaded single bytes, Triton would use one register for each.
+    If this function loaded single bytes, Triton would use one register for each byte.
     """
     c = QUARTER * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     words = k_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -52,7 +52,7 @@ def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
 def store_scaled(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
     """Convert int8 or fp8 channels to 16 bits, scale them, and write them to a quarter of a tile.
 
-    ``half`` is half of the tile in shared memory; ``QUARTER`` is 0 or 1, one of its two quarters.
+    ``half`` is one half of the tile in shared memory. ``QUARTER``, 0 or 1, selects a quarter in this half.
     """
     first, last = gl.inline_asm_elementwise(
         _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
@@ -74,7 +74,7 @@ def convert(
     k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warps: convert tiles in pairs, each half as soon as its slot becomes free.
+    """Run the producer warps: convert each half of a tile as soon as its slot becomes free.
 
     While one half of a tile is converted, the next half is being loaded.
     """
