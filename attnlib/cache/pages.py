@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..internal.signatures import leading_to
 
-# Layers of one window class share pages. The class of a layer is None without a window; otherwise it is the
-# window, or (window, keep_first).
+# Layers of one window class share a page allocator. The class of a layer is None without a window; otherwise
+# it is the window, or (window, keep_first).
 Window = int | None | tuple[int, int]
 
 

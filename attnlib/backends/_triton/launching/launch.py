@@ -135,7 +135,7 @@ class Launch:
         self._cached: dict[object, CachedLaunch] = {}  # keys: the properties that Triton specializes on
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on tensors by name, on their device's current stream; names the kernel lacks are ignored."""
+        """Launch on named tensors, on their device's current stream; ignore any that the kernel lacks."""
         if not self.programs:
             return
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]

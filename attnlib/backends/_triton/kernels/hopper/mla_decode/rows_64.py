@@ -133,7 +133,7 @@ def hand_over(number: gl.constexpr, p, m_i, shared):
 
 @gluon.jit
 def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
-    """Add a tile of this consumer to the running sums; its probabilities are in registers."""
+    """Add a tile of this consumer to the running sums, with the probabilities ``p`` from registers."""
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)

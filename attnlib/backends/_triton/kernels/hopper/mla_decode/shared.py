@@ -32,7 +32,7 @@ def first_entry(first, split, call, PAGE: gl.constexpr):
 
 @gluon.jit
 def row_of(entry, n, split, call, PAGE: gl.constexpr):
-    """Return the first cache row of the tile that begins at token ``n``; past the end, that of the last tile.
+    """Return the first cache row of the tile at token ``n``, or of the last tile if ``n`` is beyond it.
 
     A page index out of range is clamped to the last page.
     """
