@@ -73,7 +73,7 @@ GROWING = tuple(plain(tokens, 48, 64) for tokens in LENGTHS)
 LONG = tuple(plain(tokens, 16, 128) for tokens in (8192, 16384, 32768, 65536))
 MEMORY = tuple(plain(tokens, 16, 128) for tokens in LENGTHS[1:])
 
-# Together these sequences have as many tokens as 8 x 2048, and as many query-key pairs up to 2 %.
+# Together these sequences have as many tokens as 8 x 2048, and 2 % more query-key pairs.
 RAGGED = (3300, 2800, 2333, 1800, 1559, 1201, 1177, 1024, 601, 300, 150, 80, 40, 17, 1, 1)
 
 

@@ -14,7 +14,7 @@ from .place import Target
 
 Result = TypeVar("Result")
 Action = Callable[..., object]
-# Compiler errors of Triton and FlashAttention-4, by module. No other type in `_failures` includes them.
+# Compiler errors of Triton and FlashAttention-4, by module. They inherit from no other type in `_failures`.
 FOREIGN = MappingProxyType({"triton.errors": "TritonError", "cutlass.base_dsl.common": "DSLBaseError"})
 APART = 1e-2  # two bf16 results disagree if their relative difference exceeds this
 

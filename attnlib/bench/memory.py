@@ -13,7 +13,7 @@ from .watchdog import watched
 
 
 def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
-    """Yield a row per case: the peak memory in MiB of each implementation, without that of its inputs.
+    """Yield a row per case: the peak memory in MiB that each implementation needs beyond its inputs.
 
     Inputs are q, k, v and the output's gradient. The last column is what every implementation must allocate.
     """

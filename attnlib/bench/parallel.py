@@ -108,7 +108,7 @@ def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: 
 
 
 def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
-    """Time attention over a sharded sequence by attnlib and by torch, and over the whole one on one rank."""
+    """Time attention over one sequence: sharded by attnlib, sharded by torch, and whole on one rank."""
     torch.manual_seed(0)
     options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
     own = [shard(x, mesh).clone() for x in whole]

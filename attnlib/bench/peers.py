@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def present(names: Iterable[str]) -> list[str]:
-    """Return the names of those implementations whose library is installed."""
+    """Return the names of the implementations whose library is installed, or that need none."""
     absent = PACKAGES.keys() - versions().keys()
     return [name for name in names if name not in absent]
 

@@ -9,7 +9,7 @@ from .report import MISSING, Line, Table
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Plot a table over the number of tokens, as a PNG; ``where`` names the device and the versions.
+    """Plot a table over the number of tokens, as a PNG; ``where`` names the device, torch and the date.
 
     The curve of attnlib is wide, so that it stays visible under another curve.
 

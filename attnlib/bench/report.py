@@ -22,7 +22,7 @@ class Table(NamedTuple):
     """The layout of a table of measurements; larger numbers are better if the unit is per second.
 
     The first ``ours`` columns are attnlib's. A single attnlib column is compared with each of the other
-    columns; several are each compared with the best other column. ``what`` is the timed pass ("forward",
+    columns; several are each compared with the best other library. ``what`` is the timed pass ("forward",
     "backward" or "both") if it is the same in all rows. The rows of a ``growing`` table differ only in their
     tokens.
     """

@@ -22,7 +22,7 @@ Rows = Iterator[tuple[Table, Line]]
 
 
 class Column(NamedTuple):
-    """An implementation and the case (the attention call) that it runs; unless ``timed``, only as a check."""
+    """An implementation and the case that it runs; if not ``timed``, it only checks the others' results."""
 
     name: str
     implementation: str

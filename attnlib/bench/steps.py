@@ -1,4 +1,4 @@
-"""Time whole decoding steps (eager, compiled, or as a CUDA graph), and both ways to compute an MLA layer."""
+"""Time whole decoding steps (eager, compiled, or as a CUDA graph), and MLA layers, absorbed and expanded."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ DTYPE = torch.bfloat16
 
 
 class StepCase(NamedTuple):
-    """A decoding benchmark: a batch decodes one token per step after a stored context, in equal layers."""
+    """A decoding benchmark: a batch decodes a token per step after a stored context, in identical layers."""
 
     name: str
     batch: int
@@ -95,7 +95,7 @@ class Stack(nn.Module):
 
 
 class Decoder:
-    """A stack of layers with a cache that holds the context and has room for one turn of decoding steps."""
+    """A stack of layers with a cache that holds the context and has room for TURN decoding steps."""
 
     def __init__(self, work: StepCase, place: Target):
         self._work, self._place = work, place
@@ -120,7 +120,7 @@ class Decoder:
     def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
         """Return the wall time per decoding step in seconds, including the work of the CPU.
 
-        The clock runs from the first call of a turn until the device has finished the last call.
+        The clock runs from the first of TURN steps until the device has finished the last one.
         """
         return wall_seconds(partial(self.turn, run), self._place.synchronize) / TURN
 
@@ -153,7 +153,7 @@ def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Ce
 
 
 def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
-    """Measure the CPU time in which one layer launches its append and its attention."""
+    """Measure the CPU time that one layer takes to launch its append and its attention."""
     decoder = Decoder(case._replace(layers=1), place)
     rope, width = decoder.model.layers[0].rope, case.width // case.heads
     q = _random(place, case.dtype, case.batch, 1, case.heads, width)

@@ -16,12 +16,12 @@ from .peers import flashinfer
 from .place import Target
 
 PAGE = 64  # default number of tokens per page
-READ = 16 << 30  # a CUDA graph gets as many calls as read this many bytes
+READ = 16 << 30  # a CUDA graph captures enough calls to read about this many bytes
 SHELVES = 64  # to shuffle pages, this many sequences take all pages and free them in random order
 
 
 class Decoding(NamedTuple):
-    """A decoding step to time: one new token per sequence, over a cache with ``tokens`` tokens of each."""
+    """A decoding step to time: one new token per sequence, over a cache of ``tokens`` tokens each."""
 
     name: str
     batch: int
@@ -81,8 +81,8 @@ def cache_for(
 def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
     """Shuffle the free pages of a cache, so that it allocates them in random order.
 
-    Sequences take all pages and then, in random order, give them back one by one. The cache reuses pages in
-    the order in which they were freed.
+    Sequences take all pages and then, in random order, give them back one by one. The cache always
+    reuses the page that was freed most recently.
     """
     shelves = cache.admit(rows)
     held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
@@ -144,9 +144,9 @@ def ours(place: Target, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], T
 
 
 def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Return the same decoding call for another implementation, by its name.
+    """Return a call that decodes the same step with another implementation, chosen by ``name``.
 
-    This is torch's attention over contiguous tensors, FlashInfer, or for latents plain fp32 attention.
+    It is torch's attention over contiguous tensors, FlashInfer, or, for latents only, plain fp32 attention.
     """
     if name == "definition":
         return by_definition(q, *keys)

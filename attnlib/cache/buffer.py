@@ -1,4 +1,4 @@
-"""Buffers that the host updates on the device at every step, and the split schedules made there."""
+"""Device buffers that the host updates at every step, and split schedules that the device computes."""
 
 from array import array
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from ..dispatch.storage import new_schedule, update_schedule
 from ..kv import KVLayout
 
-MAX_PINNED = 1 << 14  # integers; larger buffers are copied from pageable memory, and the host waits
+MAX_PINNED = 1 << 14  # integers; more are copied from pageable memory, and the host waits
 MAX_SPLITS = 16  # the longest sequence is divided into at most this many splits
 MIN_SPLIT_SIZE = 1024  # in tokens
 
 
 class Sending:
-    """A context around all copies of one update. The next update waits for copies to a GPU to finish.
+    """A context for the copies of one update; entering it waits until a GPU has finished the previous ones.
 
     Raises:
         RuntimeError: a CUDA graph is being captured; every replay would send the same numbers again.
@@ -73,7 +73,7 @@ def split_size_of(capacity: int) -> int:
 class Schedules:
     """The split schedules of up to ``rows`` sequences of at most ``limit`` tokens, one per KV-head count.
 
-    CPUs use none. A ``split_size`` above 0 fixes the size of every split.
+    A CPU needs no schedules. A ``split_size`` above 0 fixes the size of every split.
     """
 
     def __init__(self, rows: int, limit: int, split_size: int, device: torch.device):
@@ -81,7 +81,7 @@ class Schedules:
         self._of: dict[int, Tensor] = {}
 
     def add(self, layout: KVLayout) -> None:
-        """Also make a split schedule for layers of this layout."""
+        """Add a split schedule for layers of this layout, unless there is one for their KV-head count."""
         if layout.heads not in self._of:
             made = new_schedule(
                 layout, self._rows, self._device, limit=self._limit, split_size=self._split_size

@@ -126,14 +126,15 @@ class KVCache:
             storage_dtype: int8 or float8_e4m3fn, in which layers without a ``store`` in their layout store
                 keys and values.
             rollback: how many tokens behind a window to retain, for ``truncate`` and ``read``.
-            shared_prefixes: how many groups of neighbours in a step, counted from the first row, may read
-                their shared pages once for the whole group. A run of rows that share nothing counts as a
-                group too; rows beyond the last group are read as usual. Only layers without a window do this.
-                It costs a second attention call and a merge in every step.
-            batch_invariant: make the results of a sequence bit-identical for any other sequences in its
-                steps, and whether its tokens arrive together or one by one. This holds on one GPU model, for
-                one version of attnlib and of Triton, and for one ``max_length`` (rounded up to a power of
-                two). MLA layers then use the absorbed form.
+            shared_prefixes: the most prefix groups per step. The sequences of a group are neighbours
+                in the step, and attention reads the pages that they share once for the whole group. A run of
+                sequences that share nothing counts as a group too. Sequences after the last group are read
+                as usual, and so are layers with a window. Every step costs a second attention call and a
+                merge.
+            batch_invariant: make the results of a sequence independent, to the bit, of the other sequences
+                in its steps, and of whether its tokens arrive together or one by one. This holds on one GPU
+                model, for one version of attnlib and of Triton, and for one ``max_length`` (rounded up to a
+                power of two). MLA layers then use the absorbed form.
             mesh: a one-dimensional mesh over which layers without a window are sharded: each token lives
                 on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
                 same calls with the same numbers; nothing checks that.
@@ -324,7 +325,7 @@ class KVCache:
             )
 
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
-        """Update the buffers for a step or read, and open the layers."""
+        """Update the buffers for a step or read, and let every layer enter it."""
         self._open = what
         self._buffers.update(request, plans)
         key = (what, len(request.tokens), request.shape, self._route is not None and request.is_single)

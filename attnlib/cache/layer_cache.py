@@ -14,7 +14,7 @@ from .routes import StepRoute
 from .sequences import Prompt
 from .step import PerStep, PerWindow
 
-AS_GIVEN = "as given"  # stands for the rotary convention of keys that were appended without angles
+AS_GIVEN = "as given"  # the rotary convention that is recorded for keys appended without angles
 
 
 @leading_to("`with cache.step(...) as layers` gives them")
@@ -50,8 +50,8 @@ class LayerCache:
         # The rotary convention of the stored keys is None before the first append.
         self.convention: str | None = None
         self.appended: bool = False  # True after append; compiled layers never read it
-        self._prepared: tuple = ()  # positions, slots and view for steps of the present shape
-        self._slots: Tensor | None = None  # None if nothing may be appended
+        self._prepared: tuple = ()  # positions, slots to write to, and view, for steps of the present shape
+        self._slots: Tensor | None = None  # where append writes; None if nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
         self._route: StepRoute | None = None
 
@@ -183,7 +183,7 @@ class LayerCache:
             )
 
     def _prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
-        """Build the view for steps of one shape. The cache calls it when the shape changes."""
+        """Build the view for steps of one shape. The cache calls this method when the shape changes."""
         planes = dict(self.planes)
         if self.layout.is_latent:
             planes["v"] = planes["k"]

@@ -11,7 +11,7 @@ from .pages import StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import PerStep, PerWindow
 
-PREFILL = 16  # a step that gives a sequence more tokens is a prefill
+PREFILL = 16  # a step is a prefill if some sequence gets more than this many tokens
 
 
 def make_layers(

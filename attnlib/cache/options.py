@@ -1,4 +1,4 @@
-"""Validate the arguments of a cache: page counts by window class, and options of how attention reads."""
+"""Validate the arguments of a cache: page counts by window class, and the options for reading it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ReadOptions(NamedTuple):
     """The options of a cache that decide how attention reads it.
 
-    A ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. A
+    A ``split_size`` above 0 fixes the size of every split, so that results are bit-identical in any batch. A
     ``route`` (shared prefixes, or sharding over ranks) changes how layers without a window are read.
     """
 
@@ -163,7 +163,7 @@ def pages_for(
         for length in lengths:
             pages = -(-length // tokens_of(window, page_size, ranks))
             if reach is not None and most is not None:
-                # The oldest and the newest key of a step may lie anywhere in their pages.
+                # The oldest key may be the last of its page, and the newest one the first of its page.
                 tokens = reach - 1 + rollback + min(most, length) + 2 * (page_size - 1)
                 pages = min(pages, tokens // page_size + -(-first // page_size))
             found[window] += pages

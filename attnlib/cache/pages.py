@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..internal.signatures import leading_to
 
-# Layers of one window class share pages. The class of a layer is None without a window; otherwise it is the
-# window, or (window, keep_first).
+# Layers of one window class share a page allocator. The class of a layer is None without a window; otherwise
+# it is the window, or (window, keep_first).
 Window = int | None | tuple[int, int]
 
 
@@ -18,7 +18,7 @@ class CacheFullError(RuntimeError):
 
 @leading_to("cache.admit(n) gives them")
 class Handle:
-    """One sequence of a cache. Handles are compared by identity, so no cache accepts a handle of another."""
+    """One sequence of a cache. Handles are compared by identity, so a cache rejects those of another one."""
 
     __slots__ = ()
 
@@ -38,9 +38,10 @@ class Holding:
         start: the first token that can still be visible.
         length: the number of stored tokens.
         dropped: the number of leading pages that the window has dropped, or moved to ``first``.
-        pages: the pages of the tokens ``[dropped * page_size, length)``; no other pages between steps.
+        pages: the pages of the tokens ``[dropped * page_size, length)``. In a step, they also include pages
+            for the step's tokens.
         first: the pages of the first tokens, which a window with ``keep_first`` never drops.
-        missing: in a sequence loaded from a file, the first token that is available in ``pages``.
+        missing: in a sequence loaded from a file, ``pages`` has no tokens before this one.
     """
 
     padding: int
@@ -53,7 +54,7 @@ class Holding:
 
 
 class Grant(NamedTuple):
-    """A page granted to a sequence at an absolute page index.
+    """A page granted to a sequence, as the page of its tokens from ``index * page_size`` on.
 
     ``source`` is the shared page that it replaces (copy-on-write), or None.
     """
@@ -92,7 +93,7 @@ class PageAllocator:
         self.window = window
         self.keep_first = keep_first
         self.rollback = rollback
-        self._free = list(reversed(range(pages)))  # a stack: low pages first, then the page freed last
+        self._free = list(reversed(range(pages)))  # a stack: its last page is used next, at first page 0
         self._owners = [0] * pages
         self._holdings: dict[Handle, Holding] = {}
 
@@ -147,7 +148,7 @@ class PageAllocator:
         return StepPlan(tokens, grants)
 
     def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
-        """Return the needed pages as ``(handle, index, source)``, the fields of a Grant without its page."""
+        """Return the needed pages as ``(handle, index, source)``: a :class:`Grant` without ``page``."""
         size, needs = self.page_size, []
         in_place = self._writers_in_place(tokens)
         for handle, n in tokens.items():
@@ -258,7 +259,7 @@ class PageAllocator:
         self._holdings[child] = replace(of, pages=list(of.pages), first=list(of.first))
 
     def shortest(self, handle: Handle) -> int:
-        """Return the least length that ``truncate`` accepts, with all keys in the next query's window."""
+        """Return the shortest length at which the pages still hold every key in the next query's window."""
         holding = self.holding(handle)
         first = max(holding.dropped * self.page_size, holding.missing)
         return first + self.window - 1 if first else 0

@@ -12,10 +12,10 @@ from .sequences import Request
 
 
 class StepRoute(Protocol):
-    """The slices of a feature's device buffers that steps of one shape use."""
+    """The slices of a feature's device buffers for steps of one shape; they add a route to views."""
 
     def routed(self, view: KVView) -> KVView:
-        """Return the view of one layer with the route by which attention will read it."""
+        """Return a layer's view with a route: the object that tells attention how to read this view."""
         ...
 
     def appended(
@@ -31,18 +31,18 @@ class StepRoute(Protocol):
 class RouteBuffers(Protocol):
     """The device buffers that a feature adds to the buffers of one page allocator.
 
-    ``is_partial`` is True if this rank stores only some of the tokens. The allocator's own split schedules
-    are then not used.
+    ``is_partial`` is True if this rank stores only some of the tokens. Attention then does not use the
+    allocator's own split schedules.
     """
 
     is_partial: bool
 
     def add(self, layout: KVLayout) -> None:
-        """Also make split schedules for layers of this layout."""
+        """Add split schedules for layers of this layout."""
         ...
 
     def local_slots(self, slots: "array[int]") -> "array[int]":
-        """Return this rank's slots for tokens, given their global slots; -1 if another rank stores one."""
+        """Convert global slots of tokens to this rank's slots; -1 for tokens that other ranks store."""
         ...
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
@@ -63,7 +63,7 @@ class RouteBuffers(Protocol):
 
 
 class RouteOption(Protocol):
-    """A feature chosen when a cache is made; ``shards`` is the number of ranks that share each page."""
+    """A feature chosen when a cache is made; ``shards`` ranks divide the tokens of each page."""
 
     shards: int
 
@@ -72,7 +72,7 @@ class RouteOption(Protocol):
         ...
 
     def check_replay(self, request: Request) -> None:
-        """Raise RuntimeError if a captured graph may not replay this step."""
+        """Raise RuntimeError if this step cannot be run by replaying a captured graph."""
         ...
 
     def check_whole(self, name: str) -> None:

@@ -51,7 +51,7 @@ class SequenceFile(NamedTuple):
     def rows(self, layer: int, begin: int, end: int) -> dict[str, Tensor]:
         """Return a layer's stored tensors for the tokens ``[begin, end)``, with zeros for dropped tokens."""
         numbers, made = self.numbers[layer], {}
-        first, stop = torch.searchsorted(numbers, torch.tensor((begin, end))).tolist()  # they ascend
+        first, stop = torch.searchsorted(numbers, torch.tensor((begin, end))).tolist()  # `numbers` ascend
         into = numbers.narrow(0, first, stop - first) - begin
         for name, plane in self.planes[layer].items():
             made[name] = torch.zeros(end - begin, *plane.shape[1:], dtype=plane.dtype)

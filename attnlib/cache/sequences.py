@@ -72,7 +72,7 @@ class Sequences:
             of: PageAllocator(count, tokens_of(of, page_size, shards), **_window(of), rollback=rollback)
             for of, count in pages.items()
         }
-        self._first = next(iter(self.allocators.values()))  # lengths and padding are the same in all
+        self._first = next(iter(self.allocators.values()))  # all allocators have the same lengths and padding
 
     @property
     def handles(self) -> list[Handle]:
@@ -96,7 +96,7 @@ class Sequences:
         return ", ".join((f"{len(self.handles)} of {self.max_sequences} sequences", *free))
 
     def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
-        """Start ``n`` empty sequences, with a count of left-padding tokens for each if given."""
+        """Start ``n`` empty sequences; ``left_padding`` has the number of padding tokens of each."""
         check_count("n", n)
         self.need_rows(n)
         if left_padding is not None and not isinstance(left_padding, Sequence):
@@ -198,7 +198,7 @@ class Sequences:
         return [(window, allocator.commit(plan)) for (window, allocator), plan in self._each(plans)]
 
     def restore(self, plans: Sequence[StepPlan]) -> Freed:
-        """Undo the plans of the first ``len(plans)`` allocators."""
+        """Undo the plans, which may be those of the first few allocators only."""
         return [(window, allocator.restore(plan)) for (window, allocator), plan in self._each(plans)]
 
     def _each(self, plans: Sequence[StepPlan]):
@@ -223,7 +223,7 @@ class Sequences:
 
 
 def tokens_of(of: Window, page_size: int, shards: int) -> int:
-    """Return how many tokens one page has on all ``shards``. Only pages without a window are sharded."""
+    """Return how many tokens a page stores on all ranks. With a window, every rank stores all of them."""
     return page_size * shards if of is None else page_size
 
 

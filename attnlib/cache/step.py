@@ -37,7 +37,7 @@ class PerWindow(NamedTuple):
 
 
 class TableBuffers:
-    """The device buffers of one page allocator: the page table, starts, slots, and buffers of a route."""
+    """The device buffers of one page allocator: page table, starts, slots, and buffers of a feature."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class TableBuffers:
         self.slots: Buffer = Buffer("q", tokens, device)
         self.schedules: Schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
         self.route: RouteBuffers | None = None
-        if options.route is not None and allocator.window is None:  # a window drops and hides first pages
+        if options.route is not None and allocator.window is None:  # features need pages that a window drops
             self.route = options.route.buffers(allocator, self.table)
         self._entries, self._pages = (Buffer(code, MAX_PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
         self._shown_dropped: list[int] = []
 
     def schedule(self, layout: KVLayout) -> None:
-        """Also make split schedules for layers of this layout."""
+        """Add split schedules for layers of this layout."""
         if self.route is None or not self.route.is_partial:
             self.schedules.add(layout)
         if self.route is not None:
             self.route.add(layout)
 
     def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
-        """Update the page table to the allocator's pages; row ``i`` still has those of ``shown[i]``."""
+        """Update the buffers for a step or read; row ``i`` of the table still shows sequence ``shown[i]``."""
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
@@ -82,7 +82,7 @@ class TableBuffers:
             self.route.update(request, counted=plan is not None, same_rows=rows == shown)
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
-        """Divide sequences into splits; each has at most ``max_tokens`` tokens in the step."""
+        """Divide sequences into splits; no sequence has more than ``max_tokens`` tokens in the step."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         is_all_read = window is None or self.allocator.keep_first > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
@@ -116,8 +116,8 @@ class TableBuffers:
                 put(row, holding.dropped, holding.pages)
                 put(row, 0, holding.first)
                 known = []
-            # A tile that begins in a retained page runs into dropped ones, whose entries must not point to
-            # pages of other sequences.
+            # A tile of keys that begins in a retained page may extend into dropped ones. The table entries of
+            # dropped pages must not point to pages of other sequences.
             if kept:
                 index = max([kept, *known])
                 put(row, index, [holding.first[-1]] * (holding.dropped - index))
@@ -136,12 +136,12 @@ class TableBuffers:
 
 
 class StepBuffers:
-    """All step buffers of a cache, allocated once, so that a captured CUDA graph reads every later step."""
+    """All step buffers of a cache, at fixed addresses, so that a replayed CUDA graph reads the new step."""
 
     def __init__(self, sequences: Sequences, options: ReadOptions, device: torch.device):
         rows, allocators = sequences.max_sequences, sequences.allocators.values()
         room = min(allocator.total * allocator.page_size for allocator in allocators)
-        tokens = min(room, rows * sequences.max_length)  # the most of any one step
+        tokens = min(room, rows * sequences.max_length)  # no step can have more
         self._sending = Sending(device)
         self.lengths: Buffer = Buffer("i", rows, device)
         self.cu_seqlens_q: Buffer = Buffer("i", rows + 1, device)
@@ -154,11 +154,11 @@ class StepBuffers:
             zip(sequences.allocators, self.windows, strict=True)
         )
         self._split_size = options.split_size
-        self._shown_rows: list[Handle] = []  # the sequence in each row of the tables
+        self._shown_rows: list[Handle] = []  # the sequences that the rows of the page tables show
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
-        """Also make split schedules for layers of these layouts, if the device uses schedules."""
+        """Add split schedules for layers of these layouts, if the device uses schedules."""
         for layout in layouts:
             self._by_window[layout.window_class].schedule(layout)
 
@@ -169,8 +169,8 @@ class StepBuffers:
     def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
         """Write the sequences of a request to the buffers, in order.
 
-        ``plans`` has the reservation of each allocator: lengths then include the new tokens, which get slots.
-        Without plans, the lengths are those of the stored tokens.
+        A step passes ``plans``, the reservation of each allocator. Its lengths include the new tokens, and
+        the buffers get the new tokens' slots. A read passes no plans; its lengths count stored tokens only.
         """
         rows, counts = list(request.tokens), list(request.tokens.values())
         shown, self._shown_rows = (
@@ -201,7 +201,7 @@ class StepBuffers:
             self._shown_counts = counts
 
     def slices(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
-        """Return the buffer slices for steps of this shape: common ones, and one set per allocator."""
+        """Return the buffer slices for steps of this shape: common ones, and others for each allocator."""
         rows, tokens = len(request.tokens), prod(request.shape)
         per_step = PerStep(
             self.lengths.tensor[:rows],

@@ -39,7 +39,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or not (call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float
-        # Tensors cannot be keys. 1, 1.0 and True would be the same key, although not all of them are valid.
+        # Only floats and None: tensors cannot be keys, and 1 and True equal 1.0, but may be invalid.
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)

@@ -142,7 +142,7 @@ class Call(NamedTuple):
     def sees_all_before(self) -> bool:
         """True if every query sees all earlier keys, and scores depend on q and k only.
 
-        Then the keys can be split anywhere before the queries, and the partial results merged.
+        Then the keys before the queries can be split anywhere, and the partial results merged.
         """
         is_alike = self.score.is_alike and self.descales is None  # descales may differ between sequences
         return isinstance(self.mask, Mask) and self.mask.sees_all_before and is_alike
@@ -270,7 +270,7 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
         found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
         got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
-        # Without tensors, a function has no device of its own.
+        # A function that reads no tensors does not tell block_mask() which device to use.
         is_lost = not mask.tensors and mask.tiles.device != device
         remedy = (
             f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"

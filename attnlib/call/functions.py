@@ -61,7 +61,7 @@ class Functions(NamedTuple):
 
 
 def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None:
-    """Return the functions of a call, or None if its mask is a band and its scores have no function."""
+    """Return the functions of a call, or None if it has neither a mask function nor a score function."""
     by_mask, by_score = type(mask) is MaskFunction, type(score) is ScoreFunction
     if not (by_mask or by_score):
         return None
@@ -77,11 +77,11 @@ def check_functions(
     packed: Mapping[str, tuple[Tensor, int | None]] | None,
     view: KVView | None,
 ) -> None:
-    """Compare the sizes of tensors that functions read with the ``sizes`` of a call.
+    """Check that the tensors that functions read fit a call with these ``sizes``.
 
-    ``packed`` maps "s" and "t" to the offsets of packed queries and keys and a bound on their lengths. For
-    packed and cached sequences the host knows only such bounds, unless ``ATTNLIB_CHECK=1`` lets it read the
-    lengths.
+    For packed calls, ``packed`` maps "s" (queries) and "t" (keys) to the offsets of the sequences and a bound
+    on their lengths. For packed and cached sequences, the host knows only bounds on the lengths, unless
+    ``ATTNLIB_CHECK=1`` lets it read them.
 
     Raises:
         ValueError: a tensor is too small; the message names the function and the expected size.
@@ -102,7 +102,7 @@ def check_functions(
 
 
 def _longest(offsets: Tensor, limit: int | None) -> int:
-    """Return a bound on the longest sequence, as given, or exact with ``ATTNLIB_CHECK=1``.
+    """Return a bound on the longest sequence: the given limit, or with ``ATTNLIB_CHECK=1`` its length.
 
     0 means that no bound is known.
     """

@@ -109,7 +109,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         score.options,
         call.key_starts is not None or call.key_ends is not None,
         dropout.p > 0,
-        (grad and torch.is_grad_enabled()) or forward,  # so backends reject forward-mode gradients
+        (grad and torch.is_grad_enabled()) or forward,  # forward mode counts, so that backends reject it
         call.lse,
         strided,
         None if kv is None else kv.layout,
@@ -137,7 +137,7 @@ def _read_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-# Reading the capability takes 3 us. torch.compile needs no cache, since it makes the capability a constant.
+# Reading the capability takes 3 us, so it is cached. Under torch.compile it is a constant anyway.
 _known_arch = lru_cache(_read_arch)
 
 

@@ -1,4 +1,4 @@
-"""Make config.json safe to load: remove names of code, and reject other files and oversized models."""
+"""Make config.json safe to load: remove references to code, and reject other files and oversized models."""
 
 import math
 import re

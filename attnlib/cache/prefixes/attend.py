@@ -29,7 +29,7 @@ class PrefixRoute:
     is_partial: ClassVar[bool] = False
 
     def after_replace(self) -> None:
-        """Return None: attention reads a changed view in one call, since its pages hold every key."""
+        """Return no route (None): attention reads a changed view in one call, since the view has all keys."""
 
     def attend(self, call: Call, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor] | None:
         """Attend to the shared keys once per group, to each sequence's own keys, and merge the results.
@@ -47,6 +47,6 @@ class PrefixRoute:
         return merge_states(*state, out, lse)
 
     def explain(self, call: Call, parts: Sequence[Explanation]) -> Explanation:
-        """Explain the call over each sequence's own keys; the field ``shared`` explains the other call."""
+        """Explain the call over each sequence's own keys; its field ``shared`` explains the other call."""
         own, shared = parts
         return own._replace(shared=shared)

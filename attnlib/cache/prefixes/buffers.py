@@ -36,7 +36,7 @@ class SharedPrefixes(NamedTuple):
 
 
 class SharedPrefixStep(NamedTuple):
-    """The prefix groups in steps of one shape: a row per group, with its sequences' queries packed.
+    """The prefix groups in steps of one shape; the queries of a group are packed into one row.
 
     Unused rows at the end have no queries and no keys. ``own_starts`` is the index of each sequence's first
     token after the prefix that its group shares.
@@ -83,11 +83,11 @@ class SharedPrefixBuffers:
         self.schedules: Schedules = Schedules(max_groups, limit, 0, device)
         self.own_schedules: Schedules = Schedules(rows, limit, 0, device)
         self._allocator, self._page_table = allocator, page_table
-        self._shared: list[int] = []  # how many first pages each row of the step shares
+        self._shared: list[int] = []  # how many pages each sequence shares with its group
         self._found_for: tuple | None = None  # the query counts for which the groups were found
 
     def add(self, layout: KVLayout) -> None:
-        """Also make split schedules for layers of this layout."""
+        """Add split schedules for layers of this layout."""
         self.schedules.add(layout)
         self.own_schedules.add(layout)
 
@@ -105,7 +105,7 @@ class SharedPrefixBuffers:
         firsts = [
             h.length if counted else h.length - n for h, n in zip(request.holdings, counts, strict=True)
         ]
-        full_pages = [first // size for first in firsts]  # all shared keys come before all queries
+        full_pages = [first // size for first in firsts]  # only pages before all queries can be shared
         if (
             same_rows
             and self._found_for == (counted, counts)
@@ -135,7 +135,7 @@ class SharedPrefixBuffers:
         self.schedules.update(self.starts.tensor[:groups], self.lengths.tensor[:groups])
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Divide each sequence's own tokens, up to its entry of ``lengths``, into splits."""
+        """Divide each sequence's tokens from its shared prefix to its entry of ``lengths`` into splits."""
         self.own_schedules.update(self.own_starts.tensor[: len(lengths)], lengths)
 
     def slices(self, request: Request, *, writing: bool) -> SharedPrefixStep:

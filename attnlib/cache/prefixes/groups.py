@@ -19,7 +19,7 @@ class PrefixGroup(NamedTuple):
 def prefix_groups(
     holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int
 ) -> list[PrefixGroup]:
-    """Divide the sequences of a step into groups of neighbours that share their first pages, or nothing.
+    """Divide the sequences of a step into runs of neighbours that share first pages, or that share none.
 
     No window may have dropped pages. Sequence ``i`` shares at most its first ``full_pages[i]`` pages. The
     next sequence joins a group unless the group would then save fewer page reads.

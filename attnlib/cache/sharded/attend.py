@@ -104,7 +104,7 @@ class ShardedRoute:
         return self.ranks.exchange(call.q, call.kv.layout.value_dim)
 
     def _shard(self, call: Call) -> LocalShard:
-        """Return this rank's tokens, or raise an error if ranks cannot share the call."""
+        """Return the shard to attend to, or raise an error if ranks cannot share the call."""
         q, shard = call.q, self.shard
         if not call.sees_all_before:
             raise NotImplementedError(
@@ -177,7 +177,7 @@ def _over_new(call: Call, new: NewTokens) -> Call:
     kv, mask, packing, origin = call.kv, call.mask, None, call.origin
     if kv.cu_seqlens_q is not None:
         packing = Packing(kv.cu_seqlens_q, kv.cu_seqlens_q)
-    if mask.without_prefix() != mask:  # a prefix counts from the start of each sequence
+    if mask.without_prefix() != mask:  # a prefix counts tokens of the whole sequence
         before = kv.lengths - (call.q.shape[1] if packing is None else kv.cu_seqlens_q.diff())
         origin = Origin(before.int(), before.int())
     own = {"k": new.k, "v": new.v, "kv": None, "key_starts": new.starts}

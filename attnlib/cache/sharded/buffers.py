@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sharding(NamedTuple):
-    """The choice to shard a cache over ``ranks`` by token, in all layers that have no window."""
+    """The cache option that shards layers without a window over ``ranks``, by token."""
 
     ranks: Ranks
 
@@ -50,9 +50,9 @@ class Sharding(NamedTuple):
         return ShardedBuffers(self.ranks, allocator, page_table)
 
     def check_replay(self, request: Request) -> None:
-        """Raise RuntimeError for a packed step that looks like one of single tokens but is not.
+        """Raise RuntimeError if the graph of a packed step was captured for one token per sequence or fewer.
 
-        A CUDA graph for a step of this shape was captured for at most one token of each sequence.
+        We assume so if a step has no more tokens than sequences, and raise if some sequence gets several.
         """
         if request.packed and not request.is_single and request.shape[0] <= len(request.tokens):
             raise RuntimeError(
@@ -72,9 +72,9 @@ class Sharding(NamedTuple):
 class ShardedStep(NamedTuple):
     """The tokens that this rank stores, for steps of one shape; row ``i`` is the step's i-th sequence.
 
-    If no sequence gets more than one token, ``lengths`` include the step's tokens. Otherwise ``is_before`` is
-    True: the lengths end before the step, and its tokens are read separately. In a dense step, ``new_starts``
-    counts the left-padding tokens among them.
+    If no sequence gets more than one token, ``lengths`` include the step's tokens. If one gets several,
+    ``is_before`` is True: ``lengths`` are those before the step, and the new tokens are read separately. In a
+    dense step, ``new_starts`` counts the left-padding tokens among the new ones.
     """
 
     ranks: Ranks
@@ -86,7 +86,7 @@ class ShardedStep(NamedTuple):
     new_starts: Tensor | None
 
     def routed(self, view: KVView) -> KVView:
-        """Return the view with its route. If new tokens are read separately, ``append`` adds the shard."""
+        """Return the view with a route; ``append`` adds the shard if new tokens are read separately."""
         return view.with_route(ShardedRoute(self.ranks, None if self.is_before else self._shard(view)))
 
     def appended(
@@ -96,7 +96,7 @@ class ShardedStep(NamedTuple):
         if not self.is_before:
             return view
         shard = self._shard(view)._replace(new=new_tokens(view, self.new_starts, k, v, angles))
-        if not is_recorded(k) and history == 0:  # a recorded step must serve other histories too
+        if not is_recorded(k) and history == 0:  # a replay may find stored tokens
             shard = shard._replace(stored=None)
         return view.with_route(ShardedRoute(self.ranks, shard))
 
@@ -126,15 +126,15 @@ class ShardedBuffers:
         )
         self._schedules, self._before_schedules = (Schedules(rows, limit, 0, device) for _ in range(2))
         self._shown_starts: array | None = None
-        self._is_before = False  # True if the present step's tokens are read separately
+        self._is_before = False  # True if the present step's tokens may be read separately
 
     def add(self, layout: KVLayout) -> None:
-        """Also make split schedules for layers of this layout."""
+        """Add split schedules for layers of this layout."""
         self._schedules.add(layout)
         self._before_schedules.add(layout)
 
     def local_slots(self, slots: "array[int]") -> "array[int]":
-        """Return this rank's slots for tokens that all ranks together store at ``slots``; others are -1."""
+        """Convert global slots of tokens to this rank's slots; -1 for tokens that other ranks store."""
         rank, count = self.ranks.rank, self.ranks.count
         return array("q", [x // count if x % count == rank else -1 for x in slots])
 

@@ -34,7 +34,7 @@ class PeerMemory(Protocol):
     """GPU memory that all ranks may write into."""
 
     def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> RankExchange | None:
-        """Return an exchange for these queries and ``value_dim`` output channels; None if they do not fit."""
+        """Return an exchange for these queries and ``value_dim`` output channels; None if not possible."""
         ...
 
 

@@ -28,7 +28,7 @@ class LaunchConfig(NamedTuple):
 
 
 def fitting(table: tuple[tuple, ...], n: int):
-    """Return the first entry whose limit is at least ``n`` from a table of (limit, entry)."""
+    """Return the first entry in a table of (limit, entry) pairs whose limit is at least ``n``."""
     return next(entry for limit, entry in table if n <= limit)
 
 
@@ -38,7 +38,7 @@ def power_of_two(n: int) -> int:
 
 
 def head_split(d: int) -> tuple[int, int]:
-    """Split a head dimension into a block of a power of two, and a padded block for the rest (or 0).
+    """Split ``d`` channels into a power-of-two block and a second, padded block for the rest (0 if none).
 
     >>> head_split(192), head_split(160), head_split(96), head_split(59), head_split(8)
     ((128, 64), (128, 64), (128, 0), (64, 0), (16, 0))
@@ -49,7 +49,7 @@ def head_split(d: int) -> tuple[int, int]:
 
 
 def widths(d: int, e: int) -> tuple[int, int, int]:
-    """Return the channels of the block for a key, of a second block for its rest, and of a value's block.
+    """Return the widths of three blocks of channels: two for a key (:func:`head_split`), one for a value.
 
     All blocks are equally wide or have at least 64 channels, so their tiles have the same layout. Tiles that
     are not pipelined share an address. If their layouts differed, ptxas might omit the base of a descriptor

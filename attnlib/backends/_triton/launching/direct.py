@@ -16,7 +16,7 @@ from ....internal.probes import answer, failure_of
 
 DIRECT, STREAMS = "direct launches", "the current device and stream"
 STREAM = 3  # the position of the stream in the arguments of a launcher; the grid comes before it
-MOST = 1024  # this many descriptors are cached for each block
+MOST = 1024  # at most this many descriptors are cached for each block
 # The parameters of Triton's launcher. Up to Triton 3.6 it names only the first five; the rest are in
 # ``args``.
 FIRST = ("gridX", "gridY", "gridZ", "stream", "function")
@@ -57,7 +57,7 @@ def _find_streams() -> Streams:
 
 
 def _compare_streams(private: Streams) -> None:
-    """Compare the private with the public functions, on the current stream and on another one."""
+    """Raise RuntimeError if private and public functions disagree, on the current stream or a new one."""
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             device = torch.cuda.current_device()
@@ -92,7 +92,7 @@ class CachedLaunch(NamedTuple):
     def stream(self) -> int | None:
         """Return the current stream, or None if the launch must go through Triton.
 
-        It must if the current device is not the one of this launch, or under a profiler.
+        A direct launch is impossible while another device is current, and while a profiler is active.
         """
         hooks, ask = self.hooks, self.streams
         if (
@@ -105,9 +105,9 @@ class CachedLaunch(NamedTuple):
 
 
 class Descriptors(dict):
-    """The descriptors of one block by the address of the tensor, created when they are first needed.
+    """A cache that maps a tensor's address to the TMA descriptor of one block, created on first use.
 
-    They differ from a validated descriptor only in the address, so they are not validated again.
+    Its descriptors differ from a validated one only in the address, so they are not validated again.
     """
 
     def __init__(self, make: Callable[[int], object]):
@@ -121,7 +121,7 @@ class Descriptors(dict):
 
 
 class Direct(NamedTuple):
-    """The launches that may be direct: ``plain`` ones take no descriptor, ``described`` ones take one."""
+    """The launches that may be direct: ``plain`` ones take no TMA descriptor, ``described`` ones do."""
 
     plain: bool
     described: bool
@@ -158,10 +158,10 @@ def _find_direct(attempt: Callable[[bool], None]) -> Direct:
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """Return the function that starts a compiled kernel, its constant arguments, and descriptors by block.
+    """Return the function that starts a compiled kernel, its constant arguments, and descriptor caches.
 
-    The constant arguments go between the stream and the tensors. Each block also has a list of sizes, which
-    follow its descriptor in the arguments. The function is Triton's launcher in C if possible; it takes
+    The constant arguments go between the stream and the tensors. Each block has a descriptor cache, with a
+    list of sizes to pass after the descriptor. The function is Triton's launcher in C if possible; it takes
     descriptors in the GPU's encoding. If the launcher takes its arguments in another order, or the kernel
     needs scratch memory, the function is Triton's Python wrapper of the launcher.
 
@@ -210,7 +210,7 @@ def _moved(descriptor: object, address: int) -> object:
 
 
 def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
-    """Return the descriptors by address in the GPU's encoding, and the sizes that kernels take after each."""
+    """Return a cache of descriptors in the GPU's encoding, and the sizes to pass after each descriptor."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 

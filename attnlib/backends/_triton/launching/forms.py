@@ -6,10 +6,9 @@ from torch import Tensor
 
 
 def aligned(addresses: list[int | None]) -> object:
-    """Return the alignment of addresses, for which Triton compiles separate kernels (specializes).
+    """Return which addresses are multiples of 16 bytes; Triton compiles a separate kernel for each pattern.
 
-    The result is True if all addresses are multiples of 16 bytes. Otherwise it is a tuple with a bool for
-    each.
+    The result is True if all of them are, otherwise a tuple with a bool for each address.
     """
     bits = 0
     for address in addresses:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 GLUON = "triton.experimental.gluon.language"
 HOPPER = f"{GLUON}.nvidia.hopper"
-# The names that the kernels use from each module or class, with keyword arguments. test_gluon_names.py
-# compares this list with the kernels.
+# For each module or class, the names that the kernels use from it, with keyword arguments in brackets.
+# test_gluon_names.py compares this list with the kernels.
 NAMES = MappingProxyType(
     {
         "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",

@@ -132,10 +132,10 @@ class Launch:
         self.options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if early else {})}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._cached: dict[object, CachedLaunch] = {}  # by the properties that Triton specializes on
+        self._cached: dict[object, CachedLaunch] = {}  # keys: the properties that Triton specializes on
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on tensors by name, on their device's current stream; names the kernel lacks are ignored."""
+        """Launch on named tensors, on their device's current stream; ignore any that the kernel lacks."""
         if not self.programs:
             return
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
@@ -156,10 +156,10 @@ class Launch:
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
     def cached(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> CachedLaunch | None:
-        """Return the cached launch, or None if none has gone through Triton yet.
+        """Return the cached launch that fits these arguments, or None if it is not cached yet.
 
-        A cached launch fits addresses of the same alignment, and captured tensors with the same properties
-        that Triton specializes on.
+        It fits if addresses have the same alignment, and captured tensors the same properties that Triton
+        specializes on, as in the launch that was cached.
         """
         return self._cached.get((aligned(addresses), forms(read)))
 
@@ -184,7 +184,7 @@ class Launch:
         return run(*self._pick(tensors), *made, *read, *self._values, **self.options), made
 
     def remember(self, binary: object, made: list, tensors: dict[str, Tensor | None]) -> None:
-        """Cache a direct launch of a compiled kernel, for tensors that Triton would give to it."""
+        """Cache a direct launch of a compiled kernel, for all tensors that need the same compiled kernel."""
         from triton.knobs import runtime
 
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
@@ -233,7 +233,7 @@ def _compare_bits(descriptors: bool) -> None:
 
 
 def failures(arch: int) -> list[str]:
-    """Return a line for each part of Triton and torch that failed its trial, with the cost of doing without.
+    """Return a line for each part of Triton and torch that failed its trial, with the cost of not using it.
 
     Raises:
         NotNow: the trials cannot run now.

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     @property
     def is_in_lines(self) -> bool:
-        """True if every row of a head starts at a multiple of 16 bytes of the tensor, as TMA needs."""
+        """True if each row of a head starts a multiple of 16 bytes after the tensor's start, as TMA needs."""
         return (
             all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1])
             and 0 not in self.shape
@@ -32,14 +32,14 @@ class Key(NamedTuple):
 
     device: torch.device
     tf32: bool
-    aligned: bool  # True if tensors that descriptors (TMA) load start at multiples of 16 bytes
+    aligned: bool  # True if the tensors that TMA may load start at multiples of 16 bytes
     arguments: OperatorArguments
     hopper: bool = True  # True if dedicated Hopper kernels may run the call
     in_order: bool = False  # True if sums must be added in a fixed order
 
     @property
     def layouts(self) -> OperatorArguments:
-        """The arguments, with a Layout for each tensor."""
+        """The arguments of the call, with a :class:`Layout` in place of each tensor."""
         return self.arguments._make(Layout(*x) if type(x) is tuple else x for x in self.arguments)
 
 
@@ -59,7 +59,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """Return the cache key of a call; ``first`` and ``others`` are the tensors that TMA may load."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    # Captured tensors do not change a launch plan.
+    # Captured tensors (in lists) do not change a launch plan, so they are left out.
     layouts = [
         (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a
     ]

@@ -15,8 +15,8 @@ from .launch import Launch, cached_plan
 class _Prepared(NamedTuple):
     """A cached launch with all arguments filled in, except for the tensors that change with each call.
 
-    ``places`` has pairs: the position of an argument, and the index of its value in the addresses of a call.
-    ``descriptors`` adds the cached descriptors to such pairs.
+    ``places`` has a pair for each address to fill in: the position of the argument, and the index of its
+    tensor among the names that change. ``descriptors`` has the same for descriptors, with their caches.
     """
 
     cached: CachedLaunch
@@ -38,8 +38,8 @@ class Replay:
     def on(self, addresses: Sequence[int]) -> bool:
         """Launch on the current stream; ``addresses`` are those of the tensors in ``names``, in order.
 
-        Returns False, without launching, if :meth:`Launch.on` must be used instead: until each launch has run
-        once, if an address is not a multiple of 16 bytes, on another device, or under a profiler.
+        Returns False, without launching, if :meth:`Launch.on` must be used instead: if a launch has not run
+        yet, an address is not a multiple of 16 bytes, another device is current, or a profiler is active.
         """
         parts = self._prepared or self._prepare()
         if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].cached.stream()) is None:

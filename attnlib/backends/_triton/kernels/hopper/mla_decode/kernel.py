@@ -60,7 +60,8 @@ def decode_mla(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
-    if BLOCK_M == 64:  # inline: in a device function, the warps would get different machine code
+    # Inline, unlike the branches below: moving this branch into a device function changes its machine code.
+    if BLOCK_M == 64:
         if k_scale_ptr is None:
             gl.warp_specialize(
                 [

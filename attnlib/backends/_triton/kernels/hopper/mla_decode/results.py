@@ -17,7 +17,7 @@ def with_sink(l_i, m_i, r, split, call):
     Returns the factor for the output sums, and the new ``l_i`` and ``m_i``.
     """
     keeps = gl.full([r.shape[0]], 1.0, gl.float32, r.type.layout)
-    if call.sinks_ptr is not None:  # if the sequence is split, `combine` adds the sink
+    if call.sinks_ptr is not None:  # for a split sequence, `combine` adds the sink
         mine = (r < split.count * call.group) & (split.splits == 1) & (split.sequence < call.batch)
         sink = gl.load(call.sinks_ptr + r % call.group, mask=mine, other=float("-inf")).to(gl.float32)
         keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
@@ -26,7 +26,7 @@ def with_sink(l_i, m_i, r, split, call):
 
 @gluon.jit
 def store_lse(l_i, m_i, r, split, call, results):
-    """Write the LSE of query rows: in natural units, or for one of several splits in log2 units."""
+    """Write the LSE of query rows: as a natural logarithm, or in log2 units if the sequence is split."""
     lse2 = m_i + gl.log2(l_i)
     token, valid = split.row + r // call.group, r < split.count * call.group
     if split.splits == 1:
@@ -39,7 +39,7 @@ def store_lse(l_i, m_i, r, split, call, results):
 
 @gluon.jit
 def share_of(acc, share, AXIS: gl.constexpr):
-    """Multiply sums by a factor per row; a factor of 0 gives 0, even if sums are NaN or infinite."""
+    """Multiply each row of sums by its factor; a factor of 0 gives 0 even for NaN and infinite sums."""
     share = gl.expand_dims(share, AXIS)
     return gl.where(share == 0.0, 0.0, acc * share)
 
@@ -48,7 +48,7 @@ def share_of(acc, share, AXIS: gl.constexpr):
 def in_fp32(slots, ROWS: gl.constexpr):
     """Reinterpret the shared memory of ``slots`` as fp32 values ``[ROWS, HALF]``.
 
-    Triton 3.8 cannot change the size of memory when it reinterprets it, so a slice is taken afterwards.
+    Triton 3.8 cannot change the size of memory when it reinterprets it, so we slice the result.
     """
     FIT: gl.constexpr = slots.numel * slots.dtype.primitive_bitwidth // (32 * HALF)
     room = reinterpret(slots, gl.float32, [FIT, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -89,10 +89,10 @@ def join_and_store(
     number: gl.constexpr, sums, given, taken, of_rows, band, split, call, results,
     BOTH: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Join the sums of two consumers, each of which writes one half of the channels.
+    """Add the sums of two consumer warpgroups and store them; each stores one half of the channels.
 
-    A consumer writes its sums of the half that it does not keep to ``given``, free shared memory of its own.
-    It reads the other consumer's sums of its half from ``taken``.
+    This consumer copies its sums of the other half to ``given``, shared memory that it no longer needs. It
+    reads the other consumer's sums of its own half from ``taken``.
     """
     LAYOUT: gl.constexpr = sums.left.type.layout
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, LAYOUT)

@@ -40,18 +40,19 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(16)
 # The register layout of scores and output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-# Named barriers: FIRST and the next one signal that a slot is free; at BOTH, the consumers meet.
+# Named barriers: FIRST and FIRST + 1 signal that ring slot 0 or 1 is free; the two consumers meet at BOTH.
 BOTH: gl.constexpr = gl.constexpr(FIRST + 2)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads: 128 of one consumer, 32 of the producer
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows16Shared(NamedTuple):
-    """The shared memory of a program.
+    """The shared memory of one program of the kernel.
 
-    ``q`` holds the two halves of the queries' latent channels, and ``left`` and ``right`` those of two tiles.
-    ``q_tail`` and ``tail`` hold the rotary channels, ``p`` probabilities, and ``joined`` the maxima and sums
-    that the consumers join at the end. ``left_full`` and ``right_full`` are the mbarriers of the loads.
+    ``q`` holds the queries' latent channels in two halves. ``left`` and ``right`` hold the same halves of two
+    tiles of keys. ``q_tail`` and ``tail`` hold the rotary channels, ``p`` probabilities, and ``joined`` the
+    maxima and sums that the consumers join at the end. The mbarriers ``left_full`` and ``right_full`` signal
+    that a half has been loaded.
     """
 
     q: gl.shared_memory_descriptor
@@ -79,13 +80,13 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
         left, right, tail = shared.left.index(slot), shared.right.index(slot), shared.tail.index(slot)
         load_half(k_desc, row, 0, left, shared.left_full.index(slot))
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    for slot in range(gl.minimum(tiles, 2)):  # an incomplete barrier would hang the next program
+    for slot in range(gl.minimum(tiles, 2)):  # a barrier left incomplete would hang the next program
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
 @gluon.jit
 def scores(number: gl.constexpr, zero, shared, phase):
-    """Multiply the latents of this consumer's next tile by the queries, ``k @ q.T``."""
+    """Compute ``k @ q.T`` for this consumer's next tile of keys."""
     slot, q = anew(number), anew(0)
     mbarrier.wait(shared.left_full.index(slot), phase)
     s = warpgroup_mma(
@@ -99,7 +100,7 @@ def scores(number: gl.constexpr, zero, shared, phase):
 
 @gluon.jit
 def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, shared):
-    """Add the tile of tokens from ``n`` on to the running sums."""
+    """Add the tile that begins at token ``n`` to the running softmax sums."""
     p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 0)
     weights, factor = shared.p.index(number), factor[None, :]
     weights.store(p.to(shared.p.dtype))
@@ -151,8 +152,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
-    # Each consumer gives shared memory of its own slot, which no load will overwrite.
+    gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
+    # Each consumer gives away half of its own ring slot, which no load will overwrite.
     given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
     sums = BothHalvesSums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)

@@ -28,23 +28,23 @@ from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
-CHUNK: gl.constexpr = gl.constexpr(128)  # channel pairs that are in registers at the same time: half of all
+CHUNK: gl.constexpr = gl.constexpr(128)  # this many of the 256 channel pairs are in registers at a time
 # The register layout of scores and output sums.
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 PAIRS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
-# Named barriers: one per slot, from FIRST on, signals that it is free; at BOTH, the consumers meet.
+# Named barriers: FIRST + n signals that ring slot n is free; the two consumers meet at BOTH.
 BOTH: gl.constexpr = gl.constexpr(FIRST + SLOTS)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads: 128 of one consumer, 32 of the producer
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class PairsShared(NamedTuple):
-    """The shared memory of a program.
+    """The shared memory of one program of the kernel.
 
     ``q`` holds the even and odd latent channels of queries, and ``q_tail`` their rotary channels. Each slot
-    of the ring holds a tile: stored bytes in ``pairs``, rotary channels in ``tail``, and scales. ``p`` holds
-    probabilities, ``joined`` the maxima and sums that the consumers join at the end, and ``full`` the
-    mbarriers of the loads.
+    of the ring holds a tile of keys: stored bytes in ``pairs``, rotary channels in ``tail``, and ``scale``.
+    ``p`` holds probabilities, and ``joined`` the maxima and sums that the consumers join at the end. The
+    mbarriers ``full`` signal that a slot has been loaded.
     """
 
     q: gl.shared_memory_descriptor
@@ -58,9 +58,10 @@ class PairsShared(NamedTuple):
 
 
 class ChunkSums(NamedTuple):
-    """The running sums of even and odd channels, for each chunk of channels, and the softmax state.
+    """A consumer's running softmax sums.
 
-    ``l_i`` has sums of probabilities, one per token position in a tile; ``m_i`` is the running maximum.
+    ``sums`` has two tensors for each chunk of channels: its even and its odd ones. ``l_i`` has sums of
+    probabilities, one per token position in a tile; ``m_i`` is the running maximum.
     """
 
     sums: tuple
@@ -91,9 +92,10 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
 
 @gluon.jit
 def load_in_range(number: gl.constexpr, queries, split, call, shared):
-    """Write half of the queries to shared memory in fp16, and return a factor per row.
+    """Write the queries' even or odd channels to shared memory in fp16, and return a factor per row.
 
-    Rows are scaled by powers of two into the range of fp16; the factors undo the scaling.
+    Consumer 0 writes the even and the rotary channels, consumer 1 the odd ones. Rows are scaled by powers of
+    two into the range of fp16; the factors undo the scaling.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
@@ -139,7 +141,7 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
     """Add the tile that begins at token ``n`` to the running softmax sums.
 
-    Tokens of the tile outside the split get a scale of 0.
+    The scale of tokens outside the split is set to 0, since it may be arbitrary data.
     """
     clear_others(shared.pairs.index(slot), n, split)
     j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
@@ -196,8 +198,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
         state = add_tile(number, state, slot, (first + t) * TOKENS, i, modifiers, band, split, shared, STORED)
         barrier_arrive(FIRST + slot, WITH_PRODUCER)
 
-    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
-    given = in_fp32(shared.pairs.index(number), ROWS)  # one of its own slots
+    gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
+    given = in_fp32(shared.pairs.index(number), ROWS)  # one of this consumer's ring slots
     taken = in_fp32(shared.pairs.index(1 - number), ROWS)
     left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])
     sums = BothHalvesSums(left, right, gl.sum(state.l_i, 0), state.m_i)

@@ -1,8 +1,8 @@
 """MLA decoding with 64 query rows for Hopper, in Gluon (FlashMLA; DeepSeek, 2025): one program per SM.
 
 The 64 x 512 output sums take half of all registers, so each of two consumer warpgroups holds the sums of half
-of the channels. One consumer computes the probabilities of even tiles, the other those of odd tiles, and they
-pass them to each other in the order of tiles. A producer warp loads halves of tiles by TMA.
+of the channels. One consumer computes the probabilities of even tiles, the other those of odd tiles, and each
+passes its probabilities to the other, tile by tile. A producer warp loads halves of tiles by TMA.
 """
 
 from typing import NamedTuple
@@ -39,23 +39,23 @@ from .shared import (
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Named barriers: LEFT and RIGHT (two each) signal that half of a slot is free, and HANDED (two) that
-# probabilities are ready. At BOTH, the two consumers meet.
+# Named barriers: LEFT + n and RIGHT + n signal that the left or right half of ring slot n is free, HANDED + n
+# that consumer n has handed over probabilities. The two consumers meet at BOTH.
 LEFT: gl.constexpr = gl.constexpr(FIRST)
 RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
 HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
 BOTH: gl.constexpr = gl.constexpr(FIRST + 6)
-WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads of a consumer and the producer warp
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads: 128 of one consumer, 32 of the producer
 WITH_LOADERS: gl.constexpr = gl.constexpr(256)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Rows64Shared(NamedTuple):
-    """The shared memory of a program.
+    """The shared memory of one program of the kernel.
 
-    ``q`` holds the two halves of the queries' latent channels, and ``left`` and ``right`` those of two tiles;
-    ``tail`` holds the rotary channels of the tiles. Consumers pass probabilities ``p`` and maxima ``m`` to
-    each other. ``left_full`` and ``right_full`` are the mbarriers of the loads.
+    ``q`` holds the queries' latent channels in two halves. ``left`` and ``right`` hold the same halves of two
+    tiles of keys, ``tail`` the rotary channels of the tiles. Consumers pass probabilities ``p`` and maxima
+    ``m`` to each other. The mbarriers ``left_full`` and ``right_full`` signal that a half has been loaded.
     """
 
     q: gl.shared_memory_descriptor
@@ -82,7 +82,7 @@ class OneHalfSums(NamedTuple):
 
 @gluon.jit
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
-    """Run the producer warp: load tiles in pairs, each half as its slot becomes free."""
+    """Run the producer warp: load tiles in pairs, each half of a tile as soon as its memory is free."""
     first, tiles = tiles_of(split)
     tiles = gl.cdiv(tiles, 2) * 2  # make the number even; the last tile may be loaded twice
     entry = first_entry(first, split, call, PAGE)
@@ -97,7 +97,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
         right, tail = shared.right.index(slot), shared.tail.index(slot)
         load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
-    if tiles > 0:  # an incomplete barrier would hang the next program
+    if tiles > 0:  # a barrier left incomplete would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, WITH_PRODUCER)
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
@@ -133,7 +133,7 @@ def hand_over(number: gl.constexpr, p, m_i, shared):
 
 @gluon.jit
 def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
-    """Add a tile of this consumer to the running sums; its probabilities are in registers."""
+    """Add a tile of this consumer to the running sums, with the probabilities ``p`` from registers."""
     acc, l_i = rescale(state, factor)
     l_i += gl.sum(p, 1)
     values = shared.left.index(0) if number == 0 else shared.right.index(1)
@@ -212,7 +212,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             )
             barrier_arrive(RIGHT + 1, THREADS)
 
-    gdc_launch_dependents()  # only now: programs of the next kernel would crowd the idle SMs
+    gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
     shared.m.index(2 + number).store(state.l_i)
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))

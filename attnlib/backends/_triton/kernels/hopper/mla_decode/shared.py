@@ -22,7 +22,7 @@ def tiles_of(split):
 
 @gluon.jit
 def first_entry(first, split, call, PAGE: gl.constexpr):
-    """Return the page-table entry of a split's first tile; load it if ``split`` holds another page's."""
+    """Return the page-table entry of a split's first tile, loading it unless ``split`` has it already."""
     entry = split.entry
     if PAGE:
         if first * TOKENS // PAGE != split.column:
@@ -32,7 +32,7 @@ def first_entry(first, split, call, PAGE: gl.constexpr):
 
 @gluon.jit
 def row_of(entry, n, split, call, PAGE: gl.constexpr):
-    """Return the cache row of the tile that begins at token ``n``, or of the last tile if ``n`` is past it.
+    """Return the first cache row of the tile at token ``n``, or of the last tile if ``n`` is beyond it.
 
     A page index out of range is clamped to the last page.
     """
@@ -68,7 +68,7 @@ def load_queries(
     valid, head = split.start + n < split.count * call.group, split.start % call.group + n
     if call.group < ROWS:
         later = head // call.group
-    else:  # if every row were divided, this would take longer than the load
+    else:  # dividing every row would take longer than the load
         later = (head >= call.group).to(gl.int32)
     token, head = split.row + split.start // call.group + later, head - later * call.group
     at = split.plane * queries.stride_qb + token.to(gl.int64) * queries.stride_qs + head * queries.stride_qh
@@ -77,7 +77,7 @@ def load_queries(
 
 @gluon.jit
 def clear_others(values, n, split):
-    """Zero the rows of a tile outside the split's tokens, since they may hold arbitrary data.
+    """Set the rows of a tile that lie outside the split to zero, since they may hold arbitrary data.
 
     ``n`` is the first token of the tile. A fence makes the zeros visible to wgmma.
     """
@@ -93,9 +93,9 @@ def clear_others(values, n, split):
 
 @gluon.jit
 def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Apply score options and the mask to products with a tile of tokens, which begins at token ``n``.
+    """Apply score options and the mask to the products of queries and the tile that begins at token ``n``.
 
-    Tokens lie along dimension ``AXIS``. The scores of hidden tokens become -inf.
+    Tokens lie along dimension ``AXIS`` of ``s``. The scores of hidden tokens become -inf.
     """
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
     s, _ = modify(s, modifiers, gl.expand_dims(i + band.offset, AXIS), j)
@@ -106,7 +106,7 @@ def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
 
 @gluon.jit
 def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Return a tile's probabilities, the new maximum and the factor for earlier sums (:func:`weighed`)."""
+    """Return a tile's probabilities, the new maximum and the factor for earlier sums; see :func:`weighed`."""
     return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
 
 
