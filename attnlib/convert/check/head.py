@@ -26,7 +26,8 @@ Rows = Callable[[int, int], Tensor]
 class Head:
     """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    Operations after the matrix product must treat all tokens alike, as they do in every known family.
+    Logits are computed for one slice of the vocabulary at a time. Therefore, operations after the matrix
+    product must treat all tokens alike, as they do in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):

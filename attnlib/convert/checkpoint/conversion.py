@@ -83,7 +83,7 @@ def convert(
     source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    settings = parse_object(dump(settings or {}), "settings")  # compares equal when read back from disk
+    settings = parse_object(dump(settings or {}), "settings")  # now equal to settings read back from disk
     _require_apart(source, target)
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
