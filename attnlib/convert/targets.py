@@ -180,7 +180,7 @@ def _to_mla(
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """Return the requested form of the latent norm; the default is ``calibrated`` where possible.
+    """Return the requested form of the latent norm; the default is ``calibrated`` if possible.
 
     More programs can load the calibrated form, because it needs no biases. It requires a calibration text,
     and a source model whose biases it can represent.

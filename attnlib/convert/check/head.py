@@ -108,7 +108,7 @@ class _StubOutput:
 
 
 def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
-    """Return the stored tensor of a head parameter; a head without a weight uses the embedding's."""
+    """Return the stored tensor of a head parameter; if a head has no weight, use the embedding's."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
         found = [

@@ -34,7 +34,7 @@ from .writing import clean_errors, new_file, only_one, require_room, sigterm_wai
 
 # The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-# Increment the number if the same request writes different bytes than before.
+# Increment the number if a change to this code makes equal requests write different bytes.
 TOOL = "attnlib checkpoint conversion 6"
 
 
@@ -246,7 +246,7 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
-    """Keep finished shards if the block is interrupted; remove them if it raises one of REFUSALS."""
+    """Keep finished shards if the block raises; remove them after one of REFUSALS or without ``keep``."""
     advice = "finished work is kept: run the same command again to resume"
     try:
         with clean_errors(advice if keep else "finished work is removed"):
