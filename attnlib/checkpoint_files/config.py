@@ -12,29 +12,30 @@ PACKED_KEYS = ("quantization_config", "compression_config")
 FILE_KEYS = ("transformers_weights", "configuration_files")  # these keys name other files to read
 # The caller chooses these settings, not the folder: transformers would download an implementation by name.
 CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
-# Only the forward pass reads these flags, so the constructor would not notice a wrong type.
+# A model reads these flags only in its forward pass, so building it would not reveal a wrong type.
 FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
 EPSILON = re.compile(r"(.*_)?eps(ilon)?")
-# These fields are loop counts while a model is built, so an absurd value would never end.
+# Building a model loops as often as these fields say, so with an absurd number it would never end.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
-MOST_LAYERS, MOST_PARTS = 64, 4096  # these counts are allowed even if the folder has fewer tensors
-# All other integers are taken for widths of weights, which the folder's tensors limit, except these names.
+MOST_LAYERS, MOST_PARTS = 64, 4096  # allowed numbers of layers and parts, even with fewer tensors
+# Any other integer is treated as the width of a weight and may not exceed the number of elements in the
+# folder, unless its name matches this pattern.
 NO_SIZE = re.compile(
     r".*(token|position|window|length|theta|seed|max|interval|factor|period|num_ctx|n_ctx).*"
 )
-MOST_SIZE = 2**20  # this width is allowed even if the folder has fewer elements
+MOST_SIZE = 2**20  # this width is always allowed, even if the folder has fewer elements
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return a folder's config.json without the names of remote code and attention implementations.
+    """Return a folder's config.json without fields that name remote code or attention implementations.
 
     Layer counts and sizes are not limited if the folder was read without its weights.
 
     Raises:
         CheckpointError: weights are packed; a field names other files or an implementation to download; a
-            flag is not a boolean or an epsilon is negative; or a number of layers, parts or channels is
-            too large for the folder's tensors. The message names the field.
+            flag is not a boolean; an epsilon is negative; or a width, or a number of layers or other parts,
+            is too large for the folder's tensors. The message names the field.
     """
     elements = sum(math.prod(stored.entry.shape) for stored in checkpoint.tensors.values())
     require_unpacked(checkpoint.config)

@@ -253,7 +253,7 @@ def _weight_map(index: dict) -> dict[str, str]:
 
 
 def _is_shard_name(name: object) -> bool:
-    """True if ``name`` is a safe name for a shard: the same file in the same folder on every system."""
+    """True if ``name`` is a safe shard name: it means a file in the folder itself on every system."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode()) > 255:
         return False
     return name.isprintable() and STRANGE.isdisjoint(name) and not name.startswith((".", " "))

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def private_folder(files: Mapping[str, bytes | bytearray]) -> Iterator[Path]:
-    """Yield a temporary folder with ``files``, where no other user can write; delete it afterwards."""
+    """Yield a temporary folder with ``files`` that no other user can change, and delete it afterwards."""
     with TemporaryDirectory(prefix="attnlib-") as name:
         folder = Path(name)
         for file, data in files.items():

@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
     call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
     out = attend(call)[0].transpose(1, 2)
-    # The inputs may have got extra dimensions to reach rank 4; remove them from the output.
+    # Inputs of lower rank were extended to four dimensions; remove the extra ones from the output.
     return out.reshape(*(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1])
 
 
@@ -69,7 +69,7 @@ def _masked(
     if given is None:
         return band, None
     given = given.reshape(*[1] * (len(shape) - given.dim()), *given.shape)
-    if len(shape) > 4:  # attnlib has only one batch dimension
+    if len(shape) > 4:  # merge the batch dimensions, because attnlib has only one
         given = given.expand(*shape[:-3], *given.shape[-3:]).flatten(0, -4)
     for have, want in zip(reversed(given.shape), reversed(shape), strict=False):
         if have not in (1, want) and len(shape) == 4:
@@ -80,7 +80,7 @@ def _masked(
 
 
 def _one(name: str, sizes: list[int]) -> int:
-    """Return the size that several sizes of one dimension broadcast to."""
+    """Return the size to which all ``sizes`` of one dimension broadcast."""
     found = {size for size in sizes if size != 1} or {1}
     if len(found) > 1:
         raise ValueError(

@@ -224,10 +224,10 @@ class _Moments:
 class _Sample:
     """A random sample of at most SAMPLE rows from a stream of unknown length.
 
-    Each row gets a random number and is retained if this is below a threshold, which is halved whenever there
-    are too many rows. The number depends only on the row's position in the text, so batching does not change
-    the sample. First tokens, which models treat differently, are sampled as often as they occur, whatever the
-    window length.
+    Each row gets a random number and is retained if the number is below a threshold. The threshold is halved
+    whenever there are too many rows. The number depends only on the row's position in the text, so batching
+    does not change the sample. First tokens, which models treat differently, are sampled as often as they
+    occur, whatever the window length.
     """
 
     def __init__(self):

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_own_options(arguments: argparse.Namespace) -> None:
-    """Raise RequestError if the target does not have one of the options, or if its size is missing."""
+    """Raise RequestError if an option does not apply to the target, or unless exactly one size is given."""
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
     known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
@@ -111,7 +111,7 @@ def require_own_options(arguments: argparse.Namespace) -> None:
 def target_of(
     arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
 ) -> Callable[[CalibrationStore | None], Made]:
-    """Return a function that builds the layer converter from calibrations, and its entries of the report.
+    """Return a function that maps calibrations to a layer converter and its options for the report.
 
     To detect wrong options before any calibration, call the function with None.
     """
@@ -180,7 +180,7 @@ def _to_mla(
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """Return the requested form of the latent norm; the default is ``calibrated`` where possible.
+    """Return the requested form of the latent norm; the default is ``calibrated`` if possible.
 
     More programs can load the calibrated form, because it needs no biases. It requires a calibration text,
     and a source model whose biases it can represent.

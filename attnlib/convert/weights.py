@@ -104,7 +104,7 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gains(weight: Tensor, rows: Tensor) -> Tensor:
-    """Return norm weights as ``[h, d]``; they may be given once for all heads, concatenated, or per head."""
+    """Return norm weights as ``[h, d]``, from ``[d]`` (shared by all heads), ``[h * d]`` or ``[h, d]``."""
     return weight.to(torch.float64, copy=True).reshape(-1, rows.shape[1]).expand(rows.shape[:2])
 
 

@@ -119,9 +119,10 @@ def pages_of(
 
 
 def band(causal: bool, window_size: tuple[int, int]) -> Mask:
-    """Convert flash-attn's flags to a mask: keys from ``left`` before a query to ``right`` after it.
+    """Convert flash-attn's ``causal`` and ``window_size``, which is ``(left, right)``, to a mask.
 
-    A negative size means no limit; ``causal`` sets ``right`` to 0.
+    A query sees ``left`` keys before its own position and ``right`` keys after it. A negative size means no
+    limit; ``causal`` sets ``right`` to 0.
     """
     left, right = (None if size < 0 else size for size in window_size)
     return Mask(left, 0 if causal else right)
@@ -140,6 +141,6 @@ def _angles(cos: Tensor, sin: Tensor | None, at: Tensor, interleaved: bool) -> A
 
 
 def _slots(table: Tensor, at: Tensor, page_size: int) -> Tensor:
-    """Return where tokens ``at`` are stored, as int64 ``[b * s]`` indices ``page * page_size + offset``."""
+    """Return where the cache stores positions ``at``: indices ``page * page_size + offset``, ``[b * s]``."""
     pages = table.long().gather(1, at.long() // page_size)
     return (pages * page_size + at % page_size).flatten()

@@ -7,8 +7,8 @@ import torch
 from ...checkpoint_files.folder import Checkpoint
 from ..text.held_out import LENGTH, WINDOWS
 
-# The largest number of floating-point operations to spend on a comparison. It needs 4 per weight and token:
-# two models with one multiply-add each. Measured speeds (2026-11):
+# The largest number of floating-point operations to spend on a comparison, which needs 4 per weight and
+# token: a multiplication and an addition in each of the two models. Measured speeds (2026-11):
 #   two cores, idle server    2e11 operations per second
 #   two cores, busy server    6e10 operations per second
 #   H100                      57 s for two models of 16 GB, mostly for reading the files

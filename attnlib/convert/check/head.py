@@ -26,7 +26,8 @@ Rows = Callable[[int, int], Tensor]
 class Head:
     """The head of ``model``, whose decoder is replaced by a stub; ``rows`` loads rows of each head parameter.
 
-    Operations after the matrix product must treat all tokens alike, as they do in every known family.
+    Logits are computed for one slice of the vocabulary at a time. Therefore, operations after the matrix
+    product must treat all tokens alike, as they do in every known family.
     """
 
     def __init__(self, model: "PreTrainedModel", rows: Mapping[str, Rows]):
@@ -107,7 +108,7 @@ class _StubOutput:
 
 
 def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
-    """Return the stored tensor of a head parameter; a head without a weight uses the embedding's."""
+    """Return the stored tensor of a head parameter; if a head has no weight, use the embedding's."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
         found = [

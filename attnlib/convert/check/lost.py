@@ -1,4 +1,4 @@
-"""Judge by the layer errors if a conversion lost quality, and describe the loss by perplexities."""
+"""Decide from layer errors if a conversion lost quality, and describe the loss by perplexities."""
 
 from collections.abc import Mapping
 from typing import Any

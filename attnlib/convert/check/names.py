@@ -1,7 +1,7 @@
 """Compare the tensors of a folder with the model that transformers builds from its config.json.
 
-transformers' own loading code compares names and shapes. Its tensors are on the meta device and take no
-memory, so the model may have any size.
+transformers' own loading code compares names and shapes. It gets tensors without data, which take no memory,
+so the model may have any size. Only stacked experts take memory if accelerate is not installed.
 """
 
 import re

@@ -24,12 +24,12 @@ TOKENS = 64
 class StockCheck:
     """Compare a converted folder with the model that transformers builds from its config.json.
 
-    Tensor names and shapes are always compared: the source's on construction, the result's on each call. With
-    ``logits``, each call also runs :func:`compare` on ``tokens`` ``[windows, n]`` or ``[n]`` (None: random
-    tokens). If the tokens come from a text, ``text`` names it, and perplexities are reported too. Call the
-    check with the result folder and its layer errors; it returns measures for the report. Tensors of the
-    source that its own model does not use are listed but are not an error. ``follow_links`` is passed to
-    :func:`read_folder` for the source.
+    Tensor names and shapes are always compared: for the source when the check is created, and for the result
+    on each call. With ``logits``, each call also runs :func:`compare` on ``tokens`` ``[windows, n]`` or
+    ``[n]`` (None: random tokens). If the tokens come from a text, ``text`` names it, and perplexities are
+    reported too. Call the check with the result folder and its layer errors; it returns measures for the
+    report. Tensors of the source that its own model does not use are listed but are not an error.
+    ``follow_links`` is passed to :func:`read_folder` for the source.
 
     Raises:
         CheckpointError: transformers rejects the source's config.json, or would randomly initialize

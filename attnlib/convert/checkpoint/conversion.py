@@ -34,7 +34,7 @@ from .writing import clean_errors, new_file, only_one, require_room, sigterm_wai
 
 # The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-# Increment the number if the same request writes different bytes than before.
+# Increment the number if a change to this code makes equal requests write different bytes.
 TOOL = "attnlib checkpoint conversion 6"
 
 
@@ -83,7 +83,7 @@ def convert(
     source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    settings = parse_object(dump(settings or {}), "settings")  # compares equal when read back from disk
+    settings = parse_object(dump(settings or {}), "settings")  # now equal to settings read back from disk
     _require_apart(source, target)
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
@@ -246,7 +246,7 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
-    """Keep finished shards if the block is interrupted; remove them if it raises one of REFUSALS."""
+    """Keep finished shards if the block raises; remove them after one of REFUSALS or without ``keep``."""
     advice = "finished work is kept: run the same command again to resume"
     try:
         with clean_errors(advice if keep else "finished work is removed"):

@@ -20,7 +20,7 @@ class RequestError(ValueError):
 
 
 class VerificationError(ValueError):
-    """The result was written but failed verification."""
+    """The new weights are wrong, or the written result failed verification."""
 
     exit_code = 4
 

@@ -39,8 +39,9 @@ class ConvertedLayer:
 
     ``config`` holds config.json fields for the new weights, equal for all layers. Usually they are added to
     the source's config, for example ``num_key_value_heads``. If they have a ``model_type``, they are the
-    complete config of another model. ``form`` describes this layer in a checkpoint of attnlib's own form.
-    ``errors`` go into the report under names that the converter chooses.
+    complete config of another model. ``form`` is the attention type and size of this layer, if the result is
+    a checkpoint in attnlib's own format. ``errors`` go into the report under names that the converter
+    chooses.
     """
 
     weights: Mapping[str, Tensor]
@@ -54,10 +55,10 @@ LayerConverter = Callable[[Mapping[str, Tensor], LayerShape], ConvertedLayer]
 
 @dataclass(frozen=True, slots=True)
 class ConverterByLayer:
-    """A converter with its own target for each layer: ``kinds[i]`` is the form of converted layer i.
+    """A converter with one target per layer: ``kinds[i]`` is the type and size of layer i after conversion.
 
-    If two source layers are stored the same way and have the same target, their results must have equal
-    shapes.
+    If two source layers are stored the same way and ``kinds`` is equal for both, their results must have
+    equal shapes.
     """
 
     convert_layer: LayerConverter

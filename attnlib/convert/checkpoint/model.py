@@ -42,7 +42,7 @@ class CheckpointModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of computed keys and values: the weights' dtype, or bf16 if that is only for storage."""
+        """The dtype of computed keys and values: the dtype of the weights, or bf16 if that is fp8."""
         entry = next(entry for name, entry in self.stored(0).items() if name.endswith("weight"))
         return entry.dtype if entry.dtype in DTYPES else torch.bfloat16
 
@@ -111,7 +111,7 @@ def check_layer(
 def _wanted(
     family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str
 ) -> tuple[int, ...]:
-    """Return the expected shape of a parameter on disk, which stores attnlib's weights ``ours``."""
+    """Return the expected shape of a parameter on disk that stores the projections or norm in ``ours``."""
     if ours[0] not in shape.rows:  # the weight of a norm
         heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
         whole = {

@@ -26,7 +26,8 @@ class Layer:
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return ``text_config`` from a vision-language model's config.json, or any other config unchanged.
 
-    Older Qwen 2 VL files store the fields of their text model at the top level, without ``text_config``.
+    The ``model_type`` of the result is that of the text model which transformers builds. Older Qwen 2 VL
+    files store the fields of their text model at the top level, without ``text_config``.
 
     Raises:
         CheckpointError: ``text_config`` is not an object.

@@ -67,7 +67,7 @@ class ConvertedLayers:
         return self._converted(index)[2]
 
     def kind(self, index: int) -> tuple:
-        """Return a key made of the way a source layer is stored and the form it is converted to.
+        """Return a key: how a source layer is stored, and the attention type and size to convert it to.
 
         Layers with equal keys are expected to give tensors with the same names, dtypes and shapes.
         """
@@ -91,7 +91,7 @@ class ConvertedLayers:
         return tensor
 
     def config(self, index: int) -> dict[str, object]:
-        """Return the fields that the converter of this layer has for config.json."""
+        """Return the config.json fields that the converter returned with this layer."""
         return dict(self._converted(index)[1].config)
 
     def _converted(self, index: int):

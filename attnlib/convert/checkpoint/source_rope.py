@@ -12,7 +12,8 @@ from .model import shape_of
 from .names import family_of, text_of
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# The first Phi 3 files say "su". "mrope" gives image patches several positions, but text tokens only one.
+# The first Phi 3 files call longrope "su". With "mrope", image patches have several positions, but text
+# tokens have only one, so they are rotated as usual.
 RENAMED = MappingProxyType({"su": "longrope", "mrope": "default"})
 WINDOW, FULL = "sliding_attention", "full_attention"
 OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # all other families use KEYS

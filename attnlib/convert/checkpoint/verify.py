@@ -56,7 +56,7 @@ def _is_intact(
     planned = {name: (names[out.entry.dtype], list(out.entry.shape)) for name, out in shard.outputs.items()}
     try:
         with safe_open(folder / shard.name, "pt") as file:
-            names = file.keys()  # the file object has keys(), but no dict methods
+            names = file.keys()  # an open safetensors file is not iterable
             parts = {name: file.get_slice(name) for name in names}
             stored = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
         return stored == planned and SourceFile.at(folder / shard.name).sha256(advance) == hashes[shard.name]

@@ -104,7 +104,7 @@ def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
             f"{folder}: expected {needed:,} bytes free, got {free:,}; free some space and run it again"
         )
     status = os.statvfs(folder)
-    # A file system without a fixed number of inodes reports 0, so there is no limit to check.
+    # File systems that create inodes on demand report 0 as their number; then there is no limit to check.
     if status.f_files and status.f_favail < files:
         raise NoSpaceError(
             f"{folder}: expected free inodes for {files} more files, got {status.f_favail}; delete files"

@@ -122,8 +122,8 @@ def towards_each_other(moments: Tensor) -> Tensor:
     rotations, reached = untouched.clone(), None
     for sweep in range(SWEEPS):
         for i in range(1, f):
-            # In the first sweep, align with the vectors that are already aligned; the others still point in
-            # arbitrary directions.
+            # In the first sweep, align vector i only with earlier vectors. They are already aligned, and
+            # later ones still point in arbitrary directions.
             others = [j for j in range(f) if j < i or (sweep and j != i)]
             rotations[..., i, :, :] = polar(
                 (rotations[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3)
@@ -158,7 +158,7 @@ def polar(x: Tensor) -> Tensor:
 
 
 def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
-    """Return how similar each two KV heads are after the best rotation: ``[g, g]``, from -1 to 1.
+    """Return the similarity of each pair of KV heads after the best rotation: ``[g, g]``, from -1 to 1.
 
     The similarity is ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)`` over all rotations R that ``what``
     permits, averaged over keys and values. The diagonal is 1.

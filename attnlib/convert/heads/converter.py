@@ -106,12 +106,12 @@ def rotates_alike(config: Mapping[str, object]) -> bool:
 
 
 def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
-    """Split the weights of a checkpoint's layer into heads; they have attnlib's names and any dtype.
+    """Split a layer's weights into heads; the weights have attnlib's parameter names and any dtype.
 
     Raises:
         CheckpointError: the weights do not split into heads, or are not finite.
     """
-    # Convert first, because torch implements few operations for 8-bit dtypes.
+    # Convert 8-bit weights to fp32 first, because torch implements few operations for them.
     wide = {name: value.float() if value.dtype.itemsize == 1 else value for name, value in weights.items()}
     try:
         return split(wide, head_dim=shape.head_dim, rope=rope)

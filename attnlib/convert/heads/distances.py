@@ -10,12 +10,12 @@ from ..weights import Heads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """Averages key moments over query-key distances up to a maximum.
+    """Weighted means of key moments over query-key distances up to a maximum.
 
     Distance n has the weight ``1 / (n + 1)``, so each doubling of the distance counts equally. In the unitary
-    ``basis`` ``[d, d]``, rope at distance n multiplies channel ``a`` by ``exp(i w_a n)``. ``alike`` ``[d,
-    d]`` holds the weighted mean of ``exp(i (w_a - w_b) n)`` for each two channels a and b: near 1 if they
-    rotate together.
+    ``basis`` ``[d, d]``, rope at distance n multiplies channel ``a`` by ``exp(i w_a n)``. ``alike``
+    ``[d, d]`` holds the weighted mean of ``exp(i (w_a - w_b) n)`` for each pair of channels a and b; it is
+    near 1 if they rotate together.
     """
 
     basis: Tensor

@@ -8,8 +8,10 @@ from torch import Tensor
 from ..calibration import Calibration
 from .parts import Part
 
-FLOOR = 1e-6  # ridge relative to a metric's mean eigenvalue, so directions that no query reads have an order
-RIDGE = 1e-8  # ridge relative to the inputs' mean square, so directions missing from the text have an order
+# Small multiples of the identity are added to metrics and to moments. Without them, rounding errors would
+# decide the order of directions whose weight is 0.
+FLOOR = 1e-6  # relative to the mean eigenvalue of a metric, for directions that q or o does not read
+RIDGE = 1e-8  # relative to the inputs' mean square, for directions missing from the calibration text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +30,7 @@ class Factors:
         return self.maps @ shared.repeat_interleave(len(self.maps) // len(shared), 0)
 
     def absorbed(self, rows: Tensor) -> Tensor:
-        """Fold the maps into q or o rows ``[h, c, n, m]``, so that these read shared heads directly."""
+        """Fold the maps into rows ``[h, c, n, m]`` of q or o; the new rows read shared heads directly."""
         return self.maps.repeat_interleave(len(rows) // len(self.maps), 0).mH @ rows
 
 

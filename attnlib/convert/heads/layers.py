@@ -1,4 +1,4 @@
-"""Conversion of a grouped-query layer to fewer KV heads, also by merges that are learned in training."""
+"""Conversion of a grouped-query layer to fewer KV heads, by merges that are fixed or learned in training."""
 
 from collections.abc import Mapping
 
@@ -163,7 +163,7 @@ def _like(
         **norm,
     )
     new.load_state_dict(state)
-    # Copied, because the constructor would derive them from its scale and rope arguments.
+    # Copy scale and q_gain, because the constructor would derive them from its scale and rope arguments.
     new.scale, new.q_gain = layer.scale, layer.q_gain
     if layer.alibi_slopes is not None:
         new.alibi_slopes.copy_(layer.alibi_slopes)

@@ -15,8 +15,9 @@ def relative_errors(
 ) -> tuple[float, float]:
     """Return the relative errors of keys and values that are caused by replacing ``heads`` with ``stored``.
 
-    The maps in ``merged`` restore the old heads from ``stored``, to compare them. Each error is a root mean
-    square over the calibration (for keys, also over distances), relative to the error of dropping all heads.
+    The maps in ``merged`` restore the old heads from ``stored``, to compare them with ``heads``. Each error
+    is a root mean square over the calibration (for keys, also over distances), relative to the error of
+    dropping all heads.
     """
     k = stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
     eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)

@@ -76,7 +76,7 @@ def merge_heads(
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:
     """Return the weights of old heads in the merged keys and in the merged values.
 
-    Both are ``[g, f]``, for f old heads in each of g groups; each row sums to 1.
+    Both results are ``[g, f]``, for f old heads in each of g groups; each row sums to 1.
     """
 
     def share(rows: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Groups of head channels that linear maps may mix: single rope pairs, keys without rope, and values.
 
-These maps commute with rope, so they are correct at any distance. An error is weighted by the weights that
-read it: a pair by ``E |q|^2`` of its queries, key channels without rope by ``E q q^T``, and values by
-``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 also weight by activations.)
+Maps that mix channels of only one group commute with rope, so they are correct at any distance. The cost of
+an error depends on its reader: errors of a pair are weighted by ``E |q|^2`` of its queries, key channels
+without rope by ``E q q^T``, and values by ``O^T O`` of the output projection. (Yu et al., 2024, arXiv
+2406.07056 also weight by activations.)
 """
 
 from typing import NamedTuple
@@ -67,7 +68,7 @@ def keys_of(heads: Heads, calibration: Calibration) -> tuple[Part, Part]:
     """Return the keys of heads as two parts, rope pairs and the rest, weighted by :func:`query_metric`."""
     pairs, free = key_parts(heads, heads.k)
     metric, rotated = query_metric(heads, calibration), heads.rotated
-    # The mean squares of queries in both channels of a pair.
+    # The mean squares of the queries in the two channels of each pair, as one complex number.
     both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])
     sizes = (both.real + both.imag)[..., None].to(pairs.dtype)
     return Part(pairs, sizes), Part(free, metric[:, None, rotated:, rotated:])

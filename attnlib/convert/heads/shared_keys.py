@@ -19,7 +19,7 @@ from .parts import key_parts, keys_of, query_metric
 
 SWEEPS = 50
 GAIN = 1e-3  # the search stops if a sweep lowers the error by less than this fraction
-EXACT = 1e-14  # smaller errors, as a fraction of dropping all keys, are rounding errors
+EXACT = 1e-14  # smaller errors, as a fraction of the error of dropping all keys, are rounding errors
 SINGULAR = 1e-12  # ridge, relative to the mean diagonal, that keeps solutions of singular systems finite
 
 

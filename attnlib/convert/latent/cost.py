@@ -38,7 +38,7 @@ class Cost:
         ``|O e|^2``. Both are summed over the query heads of a group, as in a merge of heads. ``seen`` holds
         the inputs from which keys and values are computed.
         """
-        # The softmax scale contains only this part of rope's amplitude.
+        # The part of rope's amplitude that is in the softmax scale and thus multiplies all channels.
         amplitude = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
         q = latent.q_nope * amplitude
         values, rotated = values_of(heads).weights[:, 0], Distances.of(heads, reach).rotated

@@ -177,7 +177,7 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
         "eos_token_id": config.get("eos_token_id", end),
         "first_k_dense_replace": config["num_hidden_layers"],
         "moe_intermediate_size": config["intermediate_size"],
-        # llama.cpp aborts unless this is larger than n_group, although no layer has experts.
+        # llama.cpp aborts unless n_routed_experts is larger than n_group, although no layer has experts.
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,

@@ -171,7 +171,7 @@ def to_deepseek(
 def _queries(
     cost: QueryCost, target: Target, dtype: torch.dtype
 ) -> tuple[QueryProjection, Constant, dict[str, float]]:
-    """Return the low-rank queries, the constant channel beside them, and the error they cause in scores.
+    """Return low-rank queries, the constant channel that fixes their norm, and their error in scores.
 
     If the target has no ``q_rank``, the queries keep their full rank and no error is reported.
     """

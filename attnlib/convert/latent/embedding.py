@@ -67,9 +67,9 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     Rope multiplies each pair of channels, seen as a complex number, by a phase. The phase of pair c is the
     same in all heads, so any unitary matrix may mix pair c across heads (Meng et al., 2025, TransMLA, arXiv
     2502.07864: RoRoPE). For each pair, the principal components over the heads concentrate the keys in few
-    channels. Rotation is kept for the components that would lose most without it. This loss is the product of
-    the mean squares of key and query (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) and of the pair's rotation,
-    ``1 - mean cos(w * distance)`` over distances up to ``reach``.
+    channels. Rotation is kept for the components that would lose most without it. The loss of a component is
+    the mean square of its key, times that of its queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837), times
+    ``1 - mean cos(w * distance)`` for the frequency w of its pair and distances up to ``reach``.
 
     The second result is the mean square error of the rotated keys over these distances, weighted by queries
     and relative to the keys' mean square. At distance 0 there is no error.
@@ -101,11 +101,11 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
 def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:
     """Return a latent layer that rotates only the ``kept`` components of the keys.
 
-    Every f consecutive channel pairs of the keys form a run ``c``. Component ``a`` of a run is ``y_ca =
-    sum_jg bases[c, a, j, g] * k_gcj``, over its pairs j in all heads g. ``bases`` ``[c, a, j, g]`` is
-    unitary, so ``k_gcj = sum_a conj(bases[c, a, j, g]) * y_ca``, and a query reads y_ca through ``sum_j
-    bases[c, a, j, g] * q_cj``. ``kept`` ``[c, a]`` is True for rotated components; pair i of ``rope`` rotates
-    the i-th of them.
+    The channel pairs of the keys are divided into runs c of f consecutive pairs j. The components of a run
+    are linear combinations of its pairs in all heads g: ``y_ca = sum_jg bases[c, a, j, g] * k_gcj``.
+    ``bases`` ``[c, a, j, g]`` is unitary, so ``k_gcj = sum_a conj(bases[c, a, j, g]) * y_ca``. A query of
+    head group g reads y_ca through ``sum_j bases[c, a, j, g] * q_cj``. ``kept`` ``[c, a]`` is True for
+    components that remain rotated; pair i of ``rope`` rotates the i-th of them.
     """
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved

@@ -1,4 +1,4 @@
-"""Conversion of a grouped-query layer to a latent layer with ordinary rope, by merging frequencies."""
+"""Conversion of grouped-query to latent layers with ordinary rope, by merging similar frequencies."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from .narrowed import narrowed
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
-    """Scale each pair of key channels, and its queries inversely, until all queries have equal mean square.
+    """Scale each key channel pair, and its queries inversely, so that all queries have equal mean square.
 
     The layer's output does not change. Errors in all key channels then have the same effect on scores. A key
     pair whose queries are small becomes small, but never 0.
@@ -22,7 +22,7 @@ def even_queries(heads: Heads, calibration: Calibration) -> Heads:
     query_energy = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
     if not query_energy.any():
         return heads
-    # The size is clamped, because queries that are small here may be larger in another text.
+    # The factors have a lower limit, because queries that are small here may be larger in another text.
     size = (query_energy / query_energy.mean()).clamp(min=1e-6).sqrt()
     size = rows_of(torch.complex(size, size), interleaved=heads.rope.interleaved)  # [g, p, 1]
     size = torch.nn.functional.pad(size, (0, 0, 0, heads.k.shape[1] - heads.rotated), value=1.0)

@@ -50,11 +50,11 @@ def gqa_to_mla(
     ``q_rank`` makes the queries low-rank (see ``low_rank``) and becomes q_lora_rank.
 
     The weights have DeepSeek-V3's names. DeepSeek normalises latents and a grouped-query layer does not, so
-    the norm is made an identity. With ``eps = 2 ** 100`` it divides by ``2 ** 50``, and its weight multiplies
-    by the same number; this is exact to the last bit for latents below ``2 ** 23`` (see ``identity_eps``),
-    but such a large weight hardly learns. A bias of q becomes a bias of q_proj or q_b_proj, which
-    MultiHeadLatentAttention itself never creates. ``rope`` is a ``SelectedRope``. Mask, scale, dropout,
-    backend, dtype and mode are those of the old layer.
+    the norm is made an identity. With ``eps = 2 ** 100`` (less in fp16), it divides by ``2 ** 50``, and its
+    weight multiplies by the same number; this is exact to the last bit for latents below ``2 ** 23`` (see
+    ``identity_eps``), but such a large weight hardly learns. A bias of q becomes a bias of q_proj or
+    q_b_proj, which MultiHeadLatentAttention itself never creates. ``rope`` is a ``SelectedRope``. Mask,
+    scale, dropout, backend, dtype and mode are those of the old layer.
 
     Raises:
         ValueError: a rank, rope_dim, q_rank or reach is out of range, or the calibration has another width.
@@ -147,9 +147,9 @@ def whole_latent(
 def identity_eps(dtype: torch.dtype) -> float:
     """Return an eps so large that the latent's norm, with ``sqrt(eps)`` as its weight, changes nothing.
 
-    Beside eps, the latent's mean square vanishes in rounding. The root is a power of two that the dtype can
-    represent. In fp16 this is ``2 ** 15``, which is enough for latents below ``2 ** 7``. A converted layer of
-    another dtype must not be cast to fp16.
+    The latent's mean square is so small compared with eps that it vanishes in rounding. The root of eps is a
+    power of two that the dtype can represent. In fp16 the root is ``2 ** 15``, which is enough for latents
+    below ``2 ** 7``. A converted layer of another dtype must not be cast to fp16.
     """
     return 2.0**30 if dtype == torch.float16 else 2.0**100
 
