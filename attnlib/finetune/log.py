@@ -34,7 +34,7 @@ class Log:
             self._writer = self._board(str(self.folder / BOARD), purge_step=done + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record a step's values; its line is written with the next step, as a score may still come."""
+        """Record a step's values; the next step writes the line, because :meth:`score` may still extend it."""
         self._flush()
         self._row = {"step": step} | values
         for name, value in values.items() if self._writer is not None else ():

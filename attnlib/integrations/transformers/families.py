@@ -42,7 +42,7 @@ class Family(AttentionStorage):
     reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
-    # The function gets the config, and True if the layer has a rope.
+    # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], Temperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str = "attention_dropout"
