@@ -75,7 +75,7 @@ class Settings:
             raise RequestError("--text: expected a file, got none")
 
     def check_parts(self, ranks: int) -> None:
-        """Raise RequestError unless a batch divides evenly into ``accumulate`` parts on each of ``ranks``."""
+        """Raise RequestError unless a batch can be split evenly into ``ranks * accumulate`` parts."""
         parts = ranks * self.accumulate
         if self.batch % parts:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""A rope with fewer channels whose pairs rotate like every f-th pair of a given rope, for DeepSeek-V3."""
+"""A rope with fewer channels, whose pairs rotate like evenly spaced pairs of a given rope (DeepSeek-V3)."""
 
 import math
 from dataclasses import replace

@@ -96,12 +96,12 @@ class CalibrationStore:
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """Return the measurements that :meth:`remember` stored for the request ``asked``, or None."""
+        """Return the measurements that :meth:`remember` stored under the key ``asked``, or None."""
         self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Store measurements (JSON data) for the request ``asked``, next to the calibrations used for them.
+        """Store measurements (JSON data) under the key ``asked``, next to the calibrations used for them.
 
         If another run holds the folder's lock, nothing is stored, and the next run measures again.
         """

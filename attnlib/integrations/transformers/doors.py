@@ -33,7 +33,7 @@ MAX_LENGTHS = 1024
 
 
 class RegisteredFunctions:
-    """The registered mask and attention functions, and the requests for masks that attention looks up."""
+    """The registered mask and attention functions; attention looks up which masks were requested."""
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
@@ -51,7 +51,7 @@ class RegisteredFunctions:
         """Make a mask with :func:`.masks.attention_mask` and record the request."""
         if torch.compiler.is_compiling():
             if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
-                kwargs["allow_is_causal_skip"] = False  # no layer has a causal flag to replace a mask
+                kwargs["allow_is_causal_skip"] = False  # layers have no causal flag that could replace a mask
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
@@ -62,7 +62,7 @@ class RegisteredFunctions:
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
-            return back  # transformers, too, returns masks unchanged if they are 4-dimensional already
+            return back  # as transformers does with masks that are 4-dimensional already
         made = masks.attention_mask(**named)
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
@@ -144,7 +144,7 @@ class RegisteredFunctions:
         return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
-        """Raise NotImplementedError if all of these model classes are refused; the message names the first."""
+        """Raise NotImplementedError if all these model classes are refused; the message names the first."""
         for kind in kinds:
             if kind not in self.reasons:
                 self.reasons[kind] = why_refused(kind)

@@ -189,7 +189,7 @@ FAMILIES = MappingProxyType(
             residual_dropout="resid_pdrop",
             fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
-        # its layers never read is_decoder
+        # GPT-NeoX layers never read is_decoder, so any value is accepted.
         ("gpt_neox", "self"): replace(stored("gpt_neox"), reads=("is_decoder",)),
         ("opt", "self"): replace(stored("opt"), bias="enable_bias", output_bias="enable_bias"),
         ("bert", "self"): BERT,

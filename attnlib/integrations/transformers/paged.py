@@ -264,7 +264,7 @@ class PagedCache(Cache):
 
 
 class _Aborted(Exception):
-    """Passed to the context manager of an open step, this exception makes it undo the step."""
+    """An exception that makes the context manager of an open step undo the step."""
 
 
 class PagedLayer(CacheLayerMixin):
