@@ -1,7 +1,7 @@
-"""Calls on DTensors: each rank computes its own sequences and heads, as a call without sharding would.
+"""Calls on DTensors: each rank runs an ordinary call on its own sequences and heads.
 
-We do not register a sharding strategy with torch's operators: mask and score functions and dropout need to
-know which heads and sequences of the whole call a rank has, and such a strategy cannot tell them.
+We do not register a sharding strategy with torch's operators: mask and score functions and dropout must know
+which heads and sequences of the whole call a rank has, and a strategy cannot pass this information to them.
 """
 
 import math
@@ -128,7 +128,7 @@ class MeshPlacement(NamedTuple):
         return part
 
     def empty(self, x: Tensor, letters: str = "") -> Tensor:
-        """Return an uninitialised tensor in the shape of :meth:`local`, without communication."""
+        """Return an uninitialised tensor with the shape that :meth:`local` returns, without communication."""
         sizes = {letter: self.span(letter)[1] for letter in "bh" if letter in self.sizes}
         sizes["g"] = -(-sizes["h"] * self.sizes["g"] // self.sizes["h"])
         shape = [
@@ -214,7 +214,7 @@ def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Ten
 
 
 def _kind(name: str, x: "DTensor", letters: str, at: int) -> str:
-    """Return which tensor dimension is sharded by mesh dimension ``at``, as one of its ``letters``."""
+    """Return "b" or "h" if mesh dimension ``at`` shards sequences or heads, else an empty string."""
     from torch.distributed.tensor import Shard
 
     placement = x.placements[at]

@@ -68,7 +68,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
 
 
 def _by_route(call: Call, name: str | ExplainOnly | None) -> tuple[Tensor, Tensor] | None:
-    """Run a call by its view's route (such as shared prefixes); None if one call should read the view."""
+    """Split a call into several by its view's route and run them; None if one call must read the view."""
     route = call.kv.route
     if type(name) is not ExplainOnly:
         return route.attend(call, partial(attend, name=name))
@@ -80,7 +80,7 @@ def _by_route(call: Call, name: str | ExplainOnly | None) -> tuple[Tensor, Tenso
 
 
 def packed_by_documents(call: Call) -> Call | None:
-    """Return a dense call of one row as a packed call, if its mask only separates documents."""
+    """Return a dense call of one row as a packed call if its mask only separates documents, else None."""
     mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
     if sections is None or not score.is_alike or call.dropout.p or call.origin is not NO_ORIGIN:
         return None

@@ -28,7 +28,7 @@ class Backend(Protocol):
     """The interface of a backend: a module or an object with these functions.
 
     Attributes:
-        unsupported: return the reasons why the backend cannot run a call; reads only the call's spec.
+        unsupported: return the reasons why the backend cannot run a call with this spec.
         slow: return the reasons why a call would copy K or V, materialise scores or wait for the device.
         failures: return which private functions of torch and Triton did not work, and what that costs.
         attention, cached_attention: run a validated call and return ``(out, lse)``.
@@ -126,10 +126,10 @@ class Explanation(NamedTuple):
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:
-    """Return the first backend that can run ``spec``, or the named one, which never falls back.
+    """Return the first backend that can run ``spec``, or the backend called ``name``, without a fallback.
 
-    ``"strict"`` selects automatically but raises if the choice would be slow. On a GPU, the automatic choice
-    warns instead.
+    ``"strict"`` selects automatically but raises if the selected backend would be slow. Without a name, a
+    slow backend on a GPU only causes a warning.
 
     Raises:
         ValueError, TypeError: no backend has this name.
@@ -153,7 +153,7 @@ def _preferred(spec: AttentionSpec, name: str | None) -> Backend:
 
 
 def backend_of(name: str) -> Backend:
-    """Return the backend of a known name. Dynamo could not see the backends in a module-level mapping."""
+    """Return the backend of a known name; Dynamo could not trace a lookup in a module-level mapping."""
     return (_triton.backend, _torch, _reference, _triton.plain)[NAMES.index(name)]
 
 

@@ -1,4 +1,4 @@
-"""The work of a cache on its device: write tokens, copy pages, and schedule the sequences of a step."""
+"""Cache operations on the device: write tokens, copy pages, and schedule the sequences of a step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -31,8 +31,8 @@ def write_cache(
     storage takes k ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the
     latent ``[..., r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate.
     Values are quantized if the layout stores int8 or fp8. If ``key`` is given, :func:`cached_write` later
-    returns a faster way to repeat the write. The key must contain everything that decides the write except
-    the slots.
+    returns a faster function that repeats the write. The key must identify everything that affects the write
+    except the slots.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the cache, or two tokens share a slot.

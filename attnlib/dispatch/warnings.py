@@ -10,8 +10,8 @@ from ..call.call import Call
 from ..internal.checks import is_strided
 from ..masks.band import FULL, AnyMask
 
-HEADS = 256  # no model has more heads than this
-FEW = 4  # decoding steps with fewer queries normally have more heads than queries
+HEADS = 256  # assume that no model has more heads
+FEW = 4  # calls with fewer queries are probably decoding steps, in which heads outnumber queries
 INSIDE = "attnlib."
 
 
@@ -64,8 +64,8 @@ def warn_once(text: str, caller: FrameType) -> None:
     module = caller.f_globals.get("__name__", "")
     if module.startswith(INSIDE):
         return
-    # In this registry Python records the warnings that a module has shown, by (text, category, line). It
-    # omits warnings that a filter ignores, always shows or turns into errors.
+    # In this registry Python records the warnings that a module has shown, by (text, category, line), except
+    # those that a filter ignores, always shows or turns into errors.
     shown = caller.f_globals.setdefault("__warningregistry__", {})
     if any(isinstance(key, tuple) and key[1:] == (LayoutWarning, caller.f_lineno) for key in shown):
         return
@@ -74,5 +74,5 @@ def warn_once(text: str, caller: FrameType) -> None:
 
 
 def _is_bounded(mask: object) -> bool:
-    """True if a mask hides keys by their distance."""
+    """True if a mask hides keys by their distance from the query."""
     return isinstance(mask, AnyMask) and mask.band != FULL

@@ -49,9 +49,9 @@ class Speaker:
     def listen(self, tokens: Tensor, given: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the output ``[b, t, m]`` of each attention layer.
 
-        If ``given`` is not None, its tensors replace the layers' outputs in the rest of the model, and no
-        gradient flows from a layer to earlier ones. Each layer then gets the input of the teacher's layer and
-        learns on its own.
+        ``given`` may hold the outputs of the teacher's attention layers. They replace this model's outputs in
+        later layers, and no gradient flows from a layer to earlier ones. Each layer then gets the input of
+        the teacher's layer and learns on its own.
         """
         self._given, self._heard = given, {}
         try:
@@ -91,10 +91,10 @@ class Differences(NamedTuple):
     def loss(self, progress: float, objective: Objective) -> Tensor:
         """Return the training loss at ``progress``, from 0 at the start to 1 at the end.
 
-        The attention error fades out, so only the logits count in the end. With ``"teacher"`` the rest is the
-        KL, which suits teachers that were trained on more than this text. With ``"text"`` the student learns
-        the text, and the KL fades out, too (Clark et al., 2019, arXiv 1907.04829), because such a student
-        soon outgrows its teacher. Results for a GQA student whose teacher is still learning, in bits per byte
+        The attention error fades out, so only the logits count in the end. With ``"teacher"`` the KL remains,
+        which suits teachers that were trained on more than this text. With ``"text"`` the student learns the
+        text, and the KL fades out, too (Clark et al., 2019, arXiv 1907.04829), because such a student soon
+        outgrows its teacher. Results for a GQA student whose teacher is still learning, in bits per byte
         (tiny preset of examples/finetune_gqa.py):
 
             300 steps   2.249 without the text          2.223 with the text

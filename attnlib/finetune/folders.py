@@ -12,13 +12,13 @@ from ..convert.checkpoint.errors import CheckpointError, RequestError
 from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
-ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # its names in transformers' decoder layers
+ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # names of attention in decoder layers
 EQUAL_FIELDS = ("num_hidden_layers", "hidden_size", "vocab_size")
 COMPARED = 4096  # both tokenizers must agree on this many characters of the text
 
 
 def require_pair(source: Path, teacher: Path, text: str) -> None:
-    """Check that ``source`` can learn from ``teacher``: compare tensor names, shapes and tokenizers.
+    """Check that both folders are complete models, with the same sizes and the same tokens for ``text``.
 
     Raises:
         CheckpointError: a folder is not a complete model that transformers loads, or sizes or tokens differ.

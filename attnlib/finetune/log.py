@@ -15,7 +15,7 @@ BOARD = "tensorboard"  # folder for TensorBoard's files
 
 
 class Log:
-    """The file ``log.csv`` in ``folder``, one line per step; a resumed run continues at its saved state."""
+    """The file ``log.csv`` in ``folder``, with one line per step; a resumed run drops steps it repeats."""
 
     def __init__(self, folder: Path, *, board: bool = False):
         self.folder = folder
@@ -34,7 +34,7 @@ class Log:
             self._writer = self._board(str(self.folder / BOARD), purge_step=done + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record a step's values; its line is written with the next step, as a score may still come."""
+        """Record a step's values; they are written with the next step, because :meth:`score` may add one."""
         self._flush()
         self._row = {"step": step} | values
         for name, value in values.items() if self._writer is not None else ():

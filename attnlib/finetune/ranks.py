@@ -38,7 +38,7 @@ class WorkerGroup:
         return rows.chunk(self.size)[self.rank].to(self.device)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average a tensor over all ranks; it has the same shape on every rank, and may be overwritten."""
+        """Average tensors of the same shape over all ranks; ``values`` may be overwritten."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values / self.size

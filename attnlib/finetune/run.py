@@ -159,8 +159,8 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
     if learns:
         torch.manual_seed(settings.seed)
         prepare(model, settings)
-        # Checkpoint the children of a decoder layer, not whole layers: hooks are on the attention children,
-        # and a rank gathers the weights of one child at a time.
+        # Recompute activations in the backward for each child of a decoder layer, not for whole layers: hooks
+        # on attention are then outside the recomputed code, and ranks gather weights child by child.
         for part in (part for layer in layers for part in layer.children()) if settings.checkpointing else ():
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     else:

@@ -15,7 +15,8 @@ Precision = Literal["bf16", "fp32"]
 # models higher ones. For a model with 600,000 parameters, 3e-3 is best for the weights and 1e-2 for adapters.
 RATE, LORA_RATE = 3e-4, 1e-3
 POINTS = 8  # by default, the model is scored this many times during training
-PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")  # options that change no result
+# Options that do not identify a run: input files are identified by content, the others change no result.
+PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Settings:
             raise RequestError("--text: expected a file, got none")
 
     def check_parts(self, ranks: int) -> None:
-        """Raise RequestError unless a batch can be divided evenly among ``ranks`` processes."""
+        """Raise RequestError unless a batch can be split evenly into ``ranks * accumulate`` parts."""
         parts = ranks * self.accumulate
         if self.batch % parts:
             raise RequestError(

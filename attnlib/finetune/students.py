@@ -6,8 +6,8 @@ from ..convert.checkpoint.errors import CheckpointError
 from .folders import attention_layers
 from .settings import Settings
 
-# A converted MLA layer must not normalize its latents. It cancels the norm by a large constant channel and
-# equally large norm weights. Adam steps would hardly change weights that large, so they do not train.
+# A converted MLA layer must not normalize its latents: a large constant channel and equally large norm
+# weights cancel the norm. Such weights are not trained, because Adam steps would hardly change them.
 IDENTITY, LARGE = ("_a_layernorm.weight", "_a_proj_with_mqa.bias", "q_a_proj.bias"), 2**10
 SCALE = 2.0  # LoRA multiplies an adapter's output by this factor: alpha / rank
 

@@ -1,4 +1,4 @@
-"""Errors of a DeepSeek-V3 layer's keys and values, weighted by their effect, including the latent norm."""
+"""Measure the errors that truncation and the latent norm cause in a DeepSeek-V3 layer's keys and values."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ MEASURED = ("key_error", "value_error", "norm_error")
 class Losses:
     """Measures the errors of truncated latents compared with the untruncated latent ``whole``.
 
-    ``cost`` weights errors of keys and values. Everything is in the coordinates of the untruncated latent, so
-    ``whole.down`` is the identity. ``seen`` holds the moment and a sample of untruncated latents. ``ones``
-    ``[n]`` holds the value of the constant channel (norm.py) for each sample. Query heads of a group have
-    equal up projections, so only those of each group's first query head are stored.
+    ``cost`` weights errors of keys and values. The untruncated latent takes the place of the layer's inputs,
+    so ``whole.down`` is the identity, and ``seen`` holds the moment and a sample of untruncated latents.
+    ``ones`` ``[n]`` holds the value of the constant channel (norm.py) for each token of the sample. Query
+    heads of a group have equal up projections, so only those of each group's first query head are stored.
     """
 
     whole: Latent
@@ -33,7 +33,7 @@ class Losses:
 
     @classmethod
     def of_inputs(cls, whole: Latent, cost: Cost, seen: Attended, constant: Constant) -> "Losses":
-        """Build the measure in the coordinates of ``whole``, whose moments are smaller than the inputs'."""
+        """Return the measure for inputs ``seen``, mapped to latents because their moments are smaller."""
         group = len(whole.k_up) // len(cost.keys)
         eye = torch.eye(len(whole.down), dtype=whole.down.dtype, device=whole.down.device)
         inner = replace(whole, down=eye, k_up=whole.k_up[::group], v_up=whole.v_up[::group])
@@ -41,7 +41,7 @@ class Losses:
         return cls(inner, cost, seen.through(whole.down), constant, ones)
 
     def beside(self, cut: Latent) -> Constant:
-        """Scale the constant channel beside the truncated latent so that the norm changes latents least."""
+        """Return ``constant``, scaled so that the latent norm changes the truncated latent least."""
         if self.ones is None or self.constant.is_bias:
             return self.constant
         return self.constant.steadied(self.seen.inputs @ cut.down.T, self.ones, self.seen.weights)
@@ -52,7 +52,7 @@ class Losses:
         All three are NaN if the constant channel is not a bias and there is no sample of inputs.
         """
         if constant.is_bias:
-            # The norm does not change the latents, so their second moments suffice.
+            # The norm does not change the latents, so their second moments suffice to compute the errors.
             return _named(*self.cost.shares(self.whole, cut, self.seen), 0.0)
         if self.ones is None:
             return dict.fromkeys(MEASURED, math.nan)
@@ -60,7 +60,7 @@ class Losses:
         return self._by_inputs(cut, latents, constant.factors(latents, self.ones))
 
     def _by_inputs(self, cut: Latent, latents: Tensor, factors: Tensor) -> dict[str, float]:
-        """Return the errors if the norm multiplies each token's latent by a different factor."""
+        """Return the errors on the sample; the norm multiplies the latent of token t by ``factors[t]``."""
         passed, weights, shares = latents * factors[:, None], self.seen.weights, []
         for metric, size, up, cut_up in self.cost.parts(self.whole, cut):
             missed = torch.einsum("tr,gir->tgi", self.seen.inputs, up) - torch.einsum(

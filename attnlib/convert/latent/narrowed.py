@@ -1,4 +1,4 @@
-"""A rope with fewer channels whose pairs rotate like every f-th pair of a given rope, for DeepSeek-V3."""
+"""A rope with fewer channels, whose pairs rotate like evenly spaced pairs of a given rope (DeepSeek-V3)."""
 
 import math
 from dataclasses import replace
@@ -43,10 +43,11 @@ def narrowed(rope: Rope, dim: int) -> Rope:
 
 
 def _ramp(rope: Rope, yarn: YaRN, dim: int) -> YaRN:
-    """Return YaRN for ``dim`` channels, with both ends of the ramp at 1 / f of their old pair indices.
+    """Return YaRN for ``dim`` channels, with a ramp that is ``rope.dim / dim`` times shorter.
 
-    If rounding the old numbers of rotations gives these ends, the numbers do not change. This is preferable,
-    because vLLM and llama.cpp always round, and llama.cpp assumes YaRN's defaults, 32 and 1, for every file.
+    Both ends of the ramp are pair indices, which are divided by this factor. The numbers of rotations that
+    define the ends stay the same if YaRN's rounding then gives the same ends. This is preferable, because
+    vLLM and llama.cpp always round, and llama.cpp assumes YaRN's defaults, 32 and 1, for every file.
     """
     f, new = rope.dim // dim, replace(yarn, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
     low, high = (pair / f for pair in yarn_ramp(rope, yarn))

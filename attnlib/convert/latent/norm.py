@@ -1,8 +1,9 @@
 """A constant channel beside a latent, so large that DeepSeek's norm leaves the latent almost unchanged.
 
-The norm divides by the root mean square of all channels. One channel, ``B c``, is so large that this is about
-``B c / sqrt(rank)``, whatever the other channels are; apart from fixed factors, they are divided only by c.
-With biases, c is 1. Without biases, c is the linear function of the inputs that is closest to 1.
+The norm divides by the root mean square of all channels. The constant channel, ``B c``, is so large that this
+is about ``B c / sqrt(rank)``, whatever the latent is. Except for a fixed factor, the norm therefore divides
+the latent only by c. With biases, c is 1. Without biases, c is the linear function of the inputs that is
+closest to 1.
 """
 
 import math
@@ -15,8 +16,8 @@ from torch import Tensor
 
 Norm = Literal["exact", "calibrated"]
 NORM_EPS = 1e-6  # eps of DeepSeek's latent norm, which ignores config.json's rms_norm_eps
-LEAST = 1e-3  # smallest permitted mean of c; if the inputs have mean 0, no linear function is near 1
-RIDGE = 1e-10  # smallest ridge relative to each channel's mean square; coarse dtypes use their eps squared
+LEAST = 1e-3  # smallest mean of c that is accepted; for inputs with mean 0, no linear function is near 1
+RIDGE = 1e-10  # ridge relative to each channel's mean square, or ``eps ** 2`` of the dtype if that is larger
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,7 +67,7 @@ class QueryCost:
         return cls(heads, gains[:, None] * keys * gains, calibration)
 
     def beside(self, queries: QueryProjection, constant: Constant) -> Constant:
-        """Scale the constant channel beside low-rank queries so that the norm changes them least."""
+        """Return ``constant``, scaled so that the norm changes the channels of low-rank queries least."""
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
@@ -105,7 +105,7 @@ class QueryCost:
 
 
 def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection:
-    """Return the query projection through ``rank`` channels that has the smallest cost.
+    """Return the query projection through ``rank`` channels whose errors have the smallest cost.
 
     Let W be the square root of the metric times the query projection, C the second moment of the inputs, and
     U the first ``rank`` left singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T W``, and
@@ -137,7 +137,7 @@ def whole_queries(heads: Heads) -> QueryProjection:
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:
     """Raise an error if ``q_rank`` is less than 1 or exceeds the rank of the full query projection.
 
-    Both limits rise by ``reserved``, the number of channels with another purpose, such as a constant.
+    Both limits rise by ``reserved``, the number of channels that do not hold queries, such as a constant.
 
     Raises:
         TypeError: ``q_rank`` is not an int.

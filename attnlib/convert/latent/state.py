@@ -48,7 +48,7 @@ def _low_rank(q: Tensor, down: Tensor, constant: Constant, dtype: torch.dtype) -
     """Return the weights of low-rank queries, including their norm.
 
     ``down`` ``[k, m]`` maps inputs to k channels, and ``q`` ``[..., k + 1]`` maps these to queries. The last
-    column of ``q``, a bias, is multiplied by the constant channel, which is a fixed number after the norm.
+    column of ``q`` is a bias: its input is the constant channel, which is a fixed number after the norm.
     """
     seen = torch.tensor(constant.width**0.5, dtype=dtype).item()
     new = {

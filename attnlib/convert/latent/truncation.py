@@ -48,7 +48,7 @@ class Spectrum:
         return cls(root, vectors.flip(-1), lost)
 
     def cut(self, latent: Latent, rank: int) -> Latent:
-        """Truncate the latent that was decomposed to its ``rank`` most important directions."""
+        """Keep only the ``rank`` most important directions of ``latent``, which :meth:`of` has decomposed."""
         basis = self.basis[:, :rank]
         up = torch.linalg.solve_triangular(self.root, basis, upper=True)
         return replace(
@@ -72,8 +72,8 @@ def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor
 def _relative(up: Tensor, metric: Tensor, whole: Tensor, inner: Tensor) -> Tensor:
     """Return the metric ``[r, r]`` of latent errors that reach keys or values through ``up`` ``[g, n, r]``.
 
-    It is divided by ``whole``, the cost of dropping all keys or values. A small unweighted term is added, so
-    that directions without any cost have a defined order.
+    The metric is divided by ``whole``, the cost of dropping all keys or values. A small unweighted term
+    gives directions without any cost a defined order.
     """
     plain = torch.einsum("gir,gik->rk", up, up)
     size = (plain * inner).sum()

@@ -12,7 +12,7 @@ from .kind import Kind, Measured
 
 
 class GroupedKind(Kind):
-    """Layers with fewer KV heads; the size is their number, and ``options`` go to :func:`grouped`."""
+    """Layers with fewer KV heads: a layer's size is its KV-head count; :func:`grouped` gets ``options``."""
 
     def sizes(self, index: int) -> list[int]:
         heads = self.model.shape.kv_heads

@@ -66,7 +66,7 @@ class Kind(ABC):
         return layout_of(self.form(index, size), self.model).token_bytes
 
     def converter(self, sizes: Sequence[int]) -> ConverterByLayer:
-        """Return a converter that gives each layer its size in ``sizes``, in attnlib's own form."""
+        """Return a converter to attnlib's own form that gives layer i the size ``sizes[i]``."""
         config = own_config(without_code(self.model.checkpoint.config))
 
         def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:

@@ -39,9 +39,9 @@ STEP = 16  # ranks are chosen in steps of this, or in smaller steps for small la
 class _Decomposed(NamedTuple):
     """A layer decomposed once, so that it can be truncated to any rank.
 
-    ``whole`` is the latent of full rank, and ``seen`` describes the calibration inputs. ``cost`` weighs
-    errors of the latent, ``queries`` errors of the queries. ``rotation_loss`` is the relative squared error
-    of the scores from rotating fewer channels.
+    ``whole`` is the latent of full rank, and ``seen`` describes the calibration inputs. ``cost`` weights
+    errors of the latent, and ``queries`` weights errors of the queries. ``rotation_loss`` is the relative
+    squared error that rotating fewer channels causes in the scores.
     """
 
     whole: Latent
@@ -52,10 +52,11 @@ class _Decomposed(NamedTuple):
 
 
 class LatentKind(Kind):
-    """Latent layers (MLA); the size is the rank.
+    """Latent layers (MLA): a layer's size is the rank of its latent.
 
     ``options`` are ``rope_dim``, the number of rotary channels (None for the default), ``q_rank``, the rank
-    of the queries (None for queries without a latent), and ``reach``.
+    of the queries (None for queries without a latent), and ``reach``, the maximum distance between query and
+    key for which errors of scores count.
     """
 
     def sizes(self, index: int) -> list[int]:
@@ -169,7 +170,7 @@ class LatentKind(Kind):
 
 
 def _padded(latent: Latent, width: int) -> Latent:
-    """Add zero channels to the latent's heads, to give them ``width`` unrotated channels."""
+    """Add zero channels to queries and keys, so that each head has ``width`` unrotated channels."""
     more = width - latent.to_nope.shape[1]
     return replace(
         latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more))

@@ -22,17 +22,17 @@ from .kind import Kind, Measured
 
 TOKENS = 512  # measure on this many tokens, or fewer if their hidden states would exceed ROOM
 ROOM = 2**30  # memory for hidden states, in bytes
-WORDS, PLACES = 8192, 128  # logits of this many tokens at this many positions are in memory at once
+WORDS, PLACES = 8192, 128  # compute logits of this many vocabulary entries and positions at a time
 
 States = list[Tensor]  # hidden states [1, length, m] of each window
 BySize = list[dict[int, float]]  # one dict for each layer, from size to value
 
 
 class Found(NamedTuple):
-    """The ``losses`` of each layer at every possible size, and their effect on the model in ``nats``.
+    """The losses of each layer at every possible size, and the effect of each layer on the whole model.
 
-    ``nats`` holds KL divergences from the source, in nats per token, of models in which only one layer is
-    converted. It is None if there was no text to run.
+    ``nats`` holds the KL divergence from the source model, in nats per token, of models in which only one
+    layer is converted. It is None if there was no text to run.
     """
 
     losses: BySize
@@ -52,11 +52,12 @@ def losses_alone(kind: Kind, advance: Callable[[], object] = lambda: None) -> Fo
 def found_on(
     kind: Kind, sizes: Sequence[Sequence[int]], tokens: Tensor, advance: Callable[[], object] = lambda: None
 ) -> Found:
-    """Measure the loss of each layer, and the KL divergence if only that layer has one of its ``sizes``.
+    """Measure the losses of each layer, and the model's KL divergence if only this layer is converted.
 
-    ``tokens`` ``[samples, length]`` is a text, of which only the beginning may be used. The models with one
-    converted layer run side by side: each branches off the source model at its converted layer and then
-    continues with the source's layers. ``advance`` is called after each layer.
+    ``sizes[i]`` lists the sizes to which layer i is converted. ``tokens`` ``[samples, length]`` is a text, of
+    which only the beginning may be used. The models with one converted layer run side by side: each branches
+    off the source model at its converted layer and then continues with the source's layers. ``advance`` is
+    called after each layer.
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
@@ -87,7 +88,7 @@ def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
 
 
 def _first_tokens(tokens: Tensor, token_bytes: int) -> Tensor:
-    """Return the tokens to measure on: the first windows of the text, or the start of the first window."""
+    """Return the tokens to measure on: the first windows of the text, or only a part of the first."""
     count = max(1, min(TOKENS, ROOM // token_bytes))
     length = min(tokens.shape[1], count)
     return tokens[: max(1, count // length), :length]
@@ -99,7 +100,7 @@ def _run_layer(layer: nn.Module, states: States, map_: Callable) -> States:
 
 @contextmanager
 def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
-    """Inside the block, replace the attention of a decoder layer, which is its attribute ``name``."""
+    """Replace the attention of a decoder layer, its attribute ``name``, until the ``with`` block ends."""
     own = getattr(layer, name)
     setattr(layer, name, attention)
     try:
@@ -131,9 +132,10 @@ def _head(kind: Kind) -> Head:
 
 
 def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]]) -> BySize:
-    """Return KL divergences from the source model for every layer and size, from final hidden states.
+    """Compute KL divergences from the source model for every layer and size, from final hidden states.
 
-    ``path`` are the hidden states of the source, ``apart`` those of the models with one converted layer.
+    ``path`` are the hidden states of the source model. ``apart`` has one entry per layer, with the hidden
+    states of the models in which only this layer is converted, by its size.
     """
     nowhere = torch.full((PLACES,), -1, device=path[0].device)
     places = [x for states in path for x in through(norm, states)[0].split(PLACES)]
@@ -151,7 +153,7 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
         for some in (some for branches in found for some in branches.values()):
             for x, y, divergence in some:
                 divergence.add(first, old_logits[id(x)], head(y))
-            # Freed logits leave unused holes between the sums that remain allocated: 6 GB in total for 60
+            # Freed logits leave unused memory between the sums that remain allocated: 6 GB in total for 60
             # models with 135M weights.
             give_back()
     return [{size: _mean(some) for size, some in branches.items()} for branches in found]

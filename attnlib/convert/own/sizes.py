@@ -14,10 +14,10 @@ from .kind import Kind
 from .measuring import BySize, Found, found_on, losses_alone
 
 VERSION = 1  # increment this if the same model and text give different measurements than before
-# A layer's importance is measured on little text and is therefore noisy. So values below LEAST times the mean
-# are raised to that, and the power POWER brings all values closer together. The table shows a converted
-# model's KL divergence from its source (135M weights) in nats per token. The columns are cache budgets: as
-# many bytes as rank 128, or rank 64, in every layer (2026-11).
+# A layer's importance is measured on little text and is therefore noisy. So an importance is at least LEAST
+# times the mean, and its power POWER is used, which brings all values closer together. The table shows a
+# converted model's KL divergence from its source (135M weights) in nats per token. The columns are cache
+# budgets: as many bytes as rank 128, or rank 64, in every layer (2026-11).
 #                              rank 128   rank 64
 #   same rank for all layers      0.268     0.779
 #   equal importance              0.276     0.772
@@ -86,7 +86,8 @@ def _plain(values: BySize) -> list[dict[str, float]]:
 def _weights(losses: BySize, nats: BySize) -> list[float]:
     """Return the importance of each layer: the model's KL divergence per unit of the layer's loss.
 
-    Both are measured at an equal share of the cache, and their values at the largest size are subtracted.
+    Divergence and loss are those of a layer with an equal share of the cache, minus those at its largest
+    size.
     """
     weights = []
     for found, cost in zip(losses, nats, strict=True):

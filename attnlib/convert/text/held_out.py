@@ -28,7 +28,7 @@ class HeldOut(NamedTuple):
 def held_out(
     folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS
 ) -> HeldOut | None:
-    """Return up to ``windows`` windows of 512 tokens, from the tokenizer in a checkpoint's folder.
+    """Return up to ``windows`` windows of 512 tokens, made by the tokenizer in a checkpoint's folder.
 
     The tokens come from ``text``, after its first ``used`` tokens. Without a text, or if fewer than 16 tokens
     are left, they come from the held-out part of the bundled sample. Each window starts with the tokenizer's

@@ -34,9 +34,10 @@ WITHOUT = "--no-calibration converts without a text"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPath:
-    """The place of stored calibrations: the folder ``<start><identity>``, where ``start`` is a path.
+    """The path of a calibration folder: ``start``, followed by a hash of everything that affects its content.
 
-    If ``is_kept``, the folder is kept for other conversions; if ``is_left``, for resuming an interrupted run.
+    With ``is_kept``, the folder is kept for other conversions. With ``is_left``, it is kept after an
+    interruption, so that the run can be resumed.
     """
 
     start: Path
@@ -95,12 +96,12 @@ class CalibrationStore:
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """Return the measurements that :meth:`remember` stored for the same ``asked``, or None."""
+        """Return the measurements that :meth:`remember` stored under the key ``asked``, or None."""
         self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Store measurements (plain data) next to the calibrations that they were made with.
+        """Store measurements (JSON data) under the key ``asked``, next to the calibrations used for them.
 
         If another run holds the folder's lock, nothing is stored, and the next run measures again.
         """

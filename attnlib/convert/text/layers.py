@@ -85,7 +85,7 @@ class TextLayers:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """Inside the block, load the weights of other modules, such as learned positions."""
+        """Load the weights of other modules, such as learned positions, until the ``with`` block ends."""
         beside = {name: child for name, child in self._base.named_children() if name not in self._names}
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
@@ -98,7 +98,7 @@ class TextLayers:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Inside the block, layers only record their arguments, and the final norm does nothing."""
+        """Make layers only record their arguments, and the final norm do nothing, inside a ``with`` block."""
         layers, norm = self._layers, getattr(self._base, self._names.norm)
         recorders = [_Recorder() for _ in layers]
         setattr(self._base, self._names.layers, nn.ModuleList(recorders))
@@ -136,12 +136,12 @@ class TextLayers:
             CheckpointError: a weight is missing or has the wrong size.
         """
         for name, parts in self._stored(module, prefix).items():
-            # Copy to new memory, because the alignment of a matrix affects the rounding of its products.
+            # Copy weights to new memory, because the alignment of a matrix affects rounding in its products.
             weight = torch.empty_like(module.get_parameter(name), dtype=torch.float32, device=self.device)
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
                 start = 0
-                # Transfer the stored dtype, which is often smaller, and convert to fp32 on the device.
+                # Transfer in the stored dtype, which is often smaller than fp32, and convert on the device.
                 for part in map(self.tensor, names):
                     row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
@@ -217,6 +217,6 @@ def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, 
 
 
 def _rows(stored: StoredTensor, used: Tensor) -> Tensor:
-    """Read the rows of a stored tensor whose indices are in ``used``, in ascending order."""
+    """Read the rows of a stored tensor at the indices ``used``, which are in ascending order."""
     ends = (used.diff() > 1).nonzero().flatten() + 1
     return torch.cat([stored.rows(int(run[0]), int(run[-1]) + 1) for run in used.tensor_split(ends.tolist())])

@@ -15,7 +15,7 @@ from .workers import side_by_side
 
 
 class TextCalibration:
-    """A call with a layer's index returns that layer's calibration on ``tokens`` ``[samples, length]``.
+    """A callable that calibrates layers on ``tokens`` ``[samples, length]``; its argument is a layer's index.
 
     The layers run in fp32; on a GPU, products use TF32, which represents bf16 weights exactly. Layers run in
     order, so a call for an earlier layer starts again at the first one. The hidden states of all tokens stay
@@ -65,7 +65,7 @@ class TextCalibration:
         self._states = [x.to(self.device, copy=True) for x in states]
 
     def _next(self, index: int) -> Calibration:
-        # observe() overwrites the hidden states one batch at a time, so they are invalid until it is done.
+        # observe() overwrites the hidden states batch by batch, so they are invalid if it raises an error.
         states, self._states = self.states, None
         # q_proj, or the projection fused with it, gets the same input as its attention layer.
         first = f"layer.{self.model.family.attention}.{self.model.family.weights[0][0]}"
@@ -89,7 +89,7 @@ class TextCalibration:
 
 @contextmanager
 def _quick_products(device: torch.device | str) -> Iterator[None]:
-    """On a GPU, use TF32 for products inside the block, which is eight times as fast as fp32.
+    """Use TF32 for products on a GPU inside a ``with`` block; it is eight times as fast as fp32.
 
     TF32 rounds factors to 11 bits, and bf16 has 8. Moments are not affected, as they are summed in fp64.
     """

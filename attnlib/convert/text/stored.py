@@ -107,7 +107,7 @@ class LayerFolder:
         return Calibration(int(found["tokens"]), found["moment"], found["sample"])
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """Return the measurements stored under ``asked``; None if they are absent or damaged."""
+        """Return the measurements stored under the key ``asked``; None if they are absent or damaged."""
         name = _measured(asked)
         with suppress(CheckpointError, KeyError):
             found = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
@@ -116,7 +116,7 @@ class LayerFolder:
         return None
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Store the measurements ``measured``, to be found again by the same ``asked``."""
+        """Store the measurements ``measured`` under the key ``asked``, in a file named by the key's hash."""
         write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
 
     def _write_layer(self, index: int, calibration: Calibration) -> str:

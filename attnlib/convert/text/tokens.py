@@ -19,8 +19,8 @@ def read_text(path: Path) -> tuple[str, str]:
     """Return the text of a UTF-8 file and the sha256 of its bytes.
 
     Raises:
-        RequestError: the file cannot be read, is not UTF-8, or is larger than MAX_TEXT; the message calls
-            it ``--text``.
+        RequestError: the file cannot be read, is not UTF-8, or is larger than MAX_TEXT; the message names
+            the option ``--text``.
     """
     try:
         if path.stat().st_size > MAX_TEXT:

@@ -14,8 +14,8 @@ def side_by_side(device: torch.device | str) -> Iterator[Workers]:
     """Yield a pool with one worker per torch thread; on a GPU, only the calling thread works.
 
     torch splits some products between its threads, and the result then depends on their number (torch 2.11:
-    an fp32 product of 1,000 x 24 with 1,000 x 25 on four threads). So each worker computes on one thread,
-    where there is nothing to split.
+    an fp32 product of 1,000 x 24 with 1,000 x 25 on four threads). So each worker lets torch use only one
+    thread.
     """
     threads = torch.get_num_threads()
     if torch.device(device).type != "cpu":

@@ -62,8 +62,8 @@ def from_config(
     """Build layer ``layer_index`` of a model with this transformers config, as an attnlib layer.
 
     ``part`` is "self", or "cross" or "encoder" if the model has such attention. ``weights`` are the tensors
-    of the model's own attention module under its own names. The layer takes them without a copy if possible,
-    keeps their dtype, and splits or transposes what is fused or transposed there.
+    of the model's own attention module under its own names. The layer takes them without a copy if possible
+    and keeps their dtype; fused weights are split, and transposed weights are transposed back.
 
     Raises:
         NotImplementedError: the family, or a field of the config, is unknown.

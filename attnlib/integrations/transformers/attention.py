@@ -19,7 +19,7 @@ from .pages import attention_to_pages, pages_of
 
 # transformers may pass these arguments, but attnlib does not support them: they must be None or False.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
-# Models pass these tensors to attention, which may ignore them for the reason given here.
+# Models pass these tensors to attention. attnlib may ignore each of them, for the reason given here.
 HARMLESS = MappingProxyType(
     {
         "num_items_in_batch": "the loss is divided by it",
@@ -126,7 +126,7 @@ def _holds_tensor(value: Any) -> bool:
 def _absorbs(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float
 ) -> bool:
-    """True if attention may read latents directly, which requires that each sequence ends with a query."""
+    """True if attention may read latents directly; each sequence's last query must be its last token."""
     is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
     return is_aligned and not dropout and may_absorb(module, query, key.shape[2])
 
@@ -145,7 +145,7 @@ def _seen(
                 f'{attention_mask.shape[0]}; attn_implementation="attnlib" does not broadcast it, so use '
                 '"eager"'
             )
-        # There are fewer tokens than keys if a static cache has unused rows, and more if it dropped old keys.
+        # The mask has fewer tokens than keys if a static cache has unused rows, and more if it dropped keys.
         tokens = attention_mask.shape[1]
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
@@ -195,7 +195,7 @@ def _packed(
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """True for one query per sequence without gradients, where it pays to divide the keys among programs."""
+    """True for one query per sequence without gradients: dividing the keys among thread blocks is faster."""
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
 
@@ -203,9 +203,9 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: floa
 def _stored(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, bounds: tuple[Tensor, Tensor] | None, options: dict
 ) -> Tensor:
-    """Compute attention over keys and values in place, treated as a cache with one page per sequence.
+    """Compute attention over keys and values as if they were a cache with one page per sequence.
 
-    There are no gradients. Rotary keys and latents are treated in the same way.
+    Nothing is copied, and there are no gradients. ``k`` and ``v`` may be rotary keys and latents.
     """
     (b, t, g, d), e = k.shape, v.shape[-1]
     rows = torch.arange(b, dtype=torch.int32, device=q.device)

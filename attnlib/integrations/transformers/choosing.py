@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)  # transformers' own pattern
 INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
-BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a table without an attnlib entry
+BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a lookup in a model's own table
 ASKS_FOR_MASKS = re.compile(r"\bcreate_\w*mask\w*\(|\bcreate_masks_for_generate\(")
 SAYS_CAUSAL = re.compile(r"\bis_causal\s*=(?!\s*(False\b|None\b|is_causal\b|=))")
 SAYS_OTHERWISE = re.compile(r"\bis_causal\s*(:[^=\n]*)?=(?!\s*(True\b|=))")
@@ -28,8 +28,8 @@ def why_refused(kind: type[PreTrainedModel]) -> str | None:
     """Return the reason why models of this class cannot use attnlib's attention, or None if they can.
 
     A class that looks up attention functions in a table of its own is refused. Otherwise, a class with the
-    flag ``_supports_attention_backend`` is accepted, and a class without it if its attention calls
-    transformers' attention interface.
+    flag ``_supports_attention_backend`` is accepted. A class without the flag is accepted if its attention
+    calls transformers' attention interface, and in some cases if it has no attention or cannot generate.
     """
     source = source_of(kind)
     if BY_NAME.search(source):
@@ -133,7 +133,7 @@ def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
     def changed(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         whole = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         if whole == name:
-            chosen(self)  # even if transformers only logs a message and changes nothing
+            chosen(self)  # validate even if transformers would only log a message
         setter(self, attn_implementation, *args, **kwargs)
 
     decided.of_attnlib = True

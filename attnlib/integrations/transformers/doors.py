@@ -3,8 +3,8 @@
 transformers first requests a mask for a config, and later calls attention with a module and that mask. If the
 mask is None, only the module's flags (causal, window) say which keys are hidden. Results would be silently
 wrong if these flags contradict the requested mask, or if a layer attends to other keys. Therefore each mask
-records the request for which it was made. The mask function returns None only if this has a single meaning,
-and attention then looks the meaning up by config and lengths.
+records the request for which it was made. The mask function returns None only if None can mean a single mask
+for this config and these lengths, and attention looks up this mask.
 """
 
 import warnings
@@ -27,13 +27,13 @@ from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
 OfConfigs = dict[int, tuple[ref[Any], Value]]  # values by id(config), as configs are not hashable
-# Meanings of None are cached for this many pairs of query and key length per config, because activation
-# checkpointing reruns a layer long after its mask was made.
+# The meaning of a mask None is cached for this many pairs of query and key length per config, because
+# activation checkpointing reruns a layer long after its mask was made.
 MAX_LENGTHS = 1024
 
 
 class RegisteredFunctions:
-    """The registered mask and attention functions, and the requests for masks that attention looks up."""
+    """The registered mask and attention functions; attention looks up which masks were requested."""
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
@@ -42,7 +42,7 @@ class RegisteredFunctions:
         self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
         self.calls: int = 0  # attention calls so far
-        # Models that have not run yet have hooks, which their first forward removes.
+        # The hooks of models that have not run yet; a model's first forward removes its hooks.
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
         self.running: list[tuple[int, int]] = []  # (model id, ``calls`` before its first forward)
         self.warned: set[type] = set()
@@ -51,7 +51,7 @@ class RegisteredFunctions:
         """Make a mask with :func:`.masks.attention_mask` and record the request."""
         if torch.compiler.is_compiling():
             if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
-                kwargs["allow_is_causal_skip"] = False  # no layer has a causal flag to replace a mask
+                kwargs["allow_is_causal_skip"] = False  # layers have no causal flag that could replace a mask
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
@@ -62,7 +62,7 @@ class RegisteredFunctions:
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
-            return back  # transformers, too, returns masks unchanged if they are 4-dimensional already
+            return back  # as transformers does with masks that are 4-dimensional already
         made = masks.attention_mask(**named)
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
@@ -110,7 +110,7 @@ class RegisteredFunctions:
             ]
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Record the flags of a model's layers and the attention calls so far, before its first forward."""
+        """Record a model's causal flags and the number of attention calls, before the first forward."""
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))
@@ -144,7 +144,7 @@ class RegisteredFunctions:
         return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
-        """Raise NotImplementedError if none of these model classes can use attnlib; it names the first."""
+        """Raise NotImplementedError if all these model classes are refused; the message names the first."""
         for kind in kinds:
             if kind not in self.reasons:
                 self.reasons[kind] = why_refused(kind)
@@ -237,7 +237,7 @@ class RegisteredFunctions:
 
 
 def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) -> Value:
-    """Return the value stored for a config, made on first use and dropped when the config is deleted."""
+    """Return the value stored for a config; it is made on first use and deleted with the config."""
     at = id(config)
     if at not in kept or kept[at][0]() is not config:
         kept[at] = ref(config, lambda _: kept.pop(at, None)), make()
@@ -253,7 +253,7 @@ def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImpl
 
 
 def should_have_called(model: nn.Module) -> bool:
-    """True if a model has attention that should have called attnlib; compiled calls are not counted."""
+    """True if a model has attention that should have called attnlib; False for compiled models."""
     modules = list(model.modules())
     is_compiled = any(
         "forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules
@@ -275,13 +275,13 @@ def registered_functions() -> RegisteredFunctions | None:
 
 
 def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
-    """Run before a model's forward, as its hook; methods as hooks would prevent copying and pickling."""
+    """Call ``begin`` of the registered functions; a method as hook would prevent copying the model."""
     if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.begin(model)
 
 
 def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook: runs after every forward of the model, even if the forward raised."""
+    """Call ``end`` of the registered functions after a model's forward, even if the forward raised."""
     if not torch.compiler.is_compiling() and (ours := registered_functions()) is not None:
         ours.end(model, output)
 

@@ -42,7 +42,7 @@ class Family(AttentionStorage):
     reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
-    # The function gets the config, and True if the layer has a rope.
+    # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], Temperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str = "attention_dropout"
@@ -189,7 +189,7 @@ FAMILIES = MappingProxyType(
             residual_dropout="resid_pdrop",
             fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
-        # its layers never read is_decoder
+        # GPT-NeoX layers never read is_decoder, so any value is accepted.
         ("gpt_neox", "self"): replace(stored("gpt_neox"), reads=("is_decoder",)),
         ("opt", "self"): replace(stored("opt"), bias="enable_bias", output_bias="enable_bias"),
         ("bert", "self"): BERT,

@@ -21,8 +21,8 @@ SLACK = 2**22
 class Filled:
     """The tensors of a checkpoint, and the errors and non-finite weights found while reading them.
 
-    ``slices`` is the ``state_dict`` for ``from_pretrained``. It lacks tensors with an integer or bool dtype,
-    which are listed in ``integers``, unless the model ``empty`` has a buffer with such a dtype for them.
+    ``slices`` is the ``state_dict`` for ``from_pretrained``. A tensor with an integer or bool dtype is in
+    ``integers`` instead, unless the model ``empty`` has a buffer of this name with such a dtype.
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
@@ -139,7 +139,7 @@ def _is_same(name: str, other: str) -> bool:
 
 
 def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the numbers in tensor names, such as layer numbers, by the prefix before the number."""
+    """Map each prefix of tensor names to the numbers that follow it, such as layer numbers."""
     found: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name):

@@ -23,7 +23,7 @@ class HandedMask(Tensor):
     - ``meaning``: the mask that applies on top ("full", "causal", "window"); None if there is only one query.
     - ``keys``: the number of keys that the mask was made for.
     - ``is_whole``: True if the mask hides nothing.
-    - ``is_changed``: True if it was computed from a mask that is incomplete without the model's flags.
+    - ``is_changed``: True if the model computed it from a mask that only applies with the model's flags.
     - ``numbers``: the document mask from which this bool mask was made; transformers converts a mask to bool
       when it gets it back.
     - ``eager``: a function that makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
@@ -40,12 +40,12 @@ class HandedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function on the mask as an ordinary tensor; attributes survive only if values do.
+        """Run a torch function on the mask as an ordinary tensor; copies of the mask keep its attributes.
 
         Raises:
             NotImplementedError: the model needs a mask ``[b, 1, s, t]``, and none can be made.
         """
-        if func == Tensor.dtype.__get__:  # an eager mask would have another dtype
+        if func == Tensor.dtype.__get__:  # the model may rely on this dtype, which eager masks lack
             args[0].eager = None
             return args[0].plain.dtype
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]

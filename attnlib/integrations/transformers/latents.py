@@ -42,7 +42,7 @@ def keep_latents(model: nn.Module, name: str) -> None:
 
 def _passing_latents(name: str):
     def expand_kv(self: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cached tensors, or expand them for a gradient or another attention implementation."""
+        """Return the cached tensors; expand them for gradients or for another attention implementation."""
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
         if self.config._attn_implementation == name and not grad:
             return k_rope, latent
@@ -72,7 +72,7 @@ def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
     """True if absorbing ``kv_b_proj`` into the queries is possible and cheaper than expanding ``keys`` keys.
 
-    It must be an ordinary linear layer, because other layers, such as LoRA's, compute more than its weight.
+    ``kv_b_proj`` must be an ordinary linear layer; others, such as LoRA's, use more than the weight.
 
     Raises:
         ValueError: the weight is sharded, but not by whole heads.

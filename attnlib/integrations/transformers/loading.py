@@ -157,8 +157,8 @@ def load_model(
 
     Raises:
         CheckpointError: transformers cannot build the model; a weight is missing, has the wrong shape or no
-            floating dtype, or is not finite; an attnlib layer has no such weight; or the folder has more
-            layers than the config.
+            floating dtype, or is not finite; the folder has a weight that its attnlib layer lacks; or the
+            folder has more layers than the config.
     """
     with checkpoint_errors("transformers cannot build a model from it"):
         kind = class_of(config)

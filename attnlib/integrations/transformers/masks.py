@@ -78,13 +78,13 @@ def attention_mask(
     kinds, visible = (
         list(_kinds(mask_function)),
         int(q_offset) + q_length - kv_offset,
-    )  # keys up to the last query
+    )  # visible: the number of keys up to the last query
     if kinds == [bidirectional_mask_function] and options.get("allow_is_bidirectional_skip"):
         return None if padding is None else _smallest(padding, kv_offset, may_skip=True, or_else=definition)
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
     if q_length == 1 and not (
         skips and fits and kinds == [causal_mask_function]
-    ):  # a single query has a single row of the mask
+    ):  # the mask of a single query is one row ``[b, t]``
         row = definition()[:, 0, 0]
         return _smallest(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     if skips and fits and _is_band(kinds, options):
@@ -98,7 +98,7 @@ def attention_mask(
 
 
 def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
-    """Return the smallest form of a padding mask: None, a mask ``[b, t]``, or if it has holes ``or_else()``.
+    """Return the smallest form of a padding mask: None, a mask ``[b, t]``, or ``or_else()`` if it has holes.
 
     ``there`` marks the visible keys from index ``offset`` on. The returned mask covers all keys and hides
     those before ``offset``, because transformers passes it back in as a mask of all keys.
@@ -111,7 +111,7 @@ def _smallest(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[
 
 
 def _kinds(function: Callable) -> Iterator[Callable | str]:
-    """Yield the functions that a mask function combines by "and"; unknown ones are given by their names."""
+    """Yield the functions that a mask function combines by "and", or the names of unknown functions."""
     name = getattr(function, "__qualname__", "")
     if name == JOINED:
         for part in _closed(function, "mask_functions"):
@@ -141,7 +141,7 @@ def meaning_of(function: Callable) -> str:
 
 
 def _is_band(kinds: list, options: dict) -> bool:
-    """True if a mask is causal, with no window or with one that the model also passes to attention."""
+    """True if a mask is causal, without a window or with a window that the model passes to attention."""
     rest = [kind for kind in kinds if kind is not causal_mask_function]
     if len(rest) == len(kinds) or any(kind != WINDOW for kind in rest):
         return False

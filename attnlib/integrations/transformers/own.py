@@ -43,7 +43,7 @@ FORMS = "attnlib_layers"  # this config field, in memory only, describes the att
 
 
 def config_from(fields: dict[str, Any]) -> PreTrainedConfig:
-    """Convert a config.json in attnlib's own form to a transformers config; layers are one of its fields.
+    """Convert a config.json in attnlib's own form to a transformers config with a field ``attnlib_layers``.
 
     Raises:
         ValueError: the file does not have attnlib's form, or transformers does not know the model.

@@ -214,7 +214,7 @@ class PagedCache(Cache):
             self._close_step()
 
     def _close_step(self) -> None:
-        """Close the open step; steps stay open until now because their views are read after the last append.
+        """Close the open step; it was open until now because attention reads pages after the last append.
 
         If some layers stored nothing, the model raised in the middle of its forward, and the step is undone.
 
@@ -264,7 +264,7 @@ class PagedCache(Cache):
 
 
 class _Aborted(Exception):
-    """The exception to abort an open step with: the step's context manager then undoes it."""
+    """An exception that makes the context manager of an open step undo the step."""
 
 
 class PagedLayer(CacheLayerMixin):
