@@ -93,9 +93,9 @@ def check_dims(
 ) -> None:
     """Raise ValueError if tensors that a mask or score function reads do not match the ``sizes`` of a call.
 
-    ``dims`` holds a letter for each dimension of each tensor ("" if unknown), and ``least`` lower bounds of
-    sizes. A letter in neither mapping is not compared; "T" stands for ``t`` or more. Without this check, an
-    index out of range would be clamped and read a wrong element.
+    ``dims`` holds a letter for each dimension of each tensor ("" if unknown). ``sizes`` has the exact size of
+    a letter, and ``least`` a lower bound; "T" stands for ``t`` or more. A letter in neither mapping is not
+    compared. Without this check, an index out of range would be clamped and read a wrong element.
     """
     for x, letters in zip(tensors, dims, strict=False):
         pairs = [*zip(letters, x.shape, strict=False)]
@@ -111,7 +111,7 @@ def check_dims(
 
 
 def is_recorded(x: Tensor) -> bool:
-    """True if a compiler or CUDA graph is recording operations on ``x``, to repeat them with other values."""
+    """True if a compiler or CUDA graph is recording operations on ``x``, to replay them with other values."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -124,7 +124,7 @@ def are_checks_on(x: Tensor) -> bool:
 
 
 def check_slots(slots: Tensor, capacity: int) -> None:
-    """Raise ValueError unless every slot is -1 or a distinct number from 0 up to ``capacity - 1``."""
+    """Raise ValueError unless each slot is -1 (no write) or a distinct number from 0 to ``capacity - 1``."""
     written = [slot for slot in slots.flatten().tolist() if slot != -1]
     for slot in written:
         if not 0 <= slot < capacity:

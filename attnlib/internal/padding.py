@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each row's tokens begin, and where they end (exclusive), int32 ``[b]``; 0 if empty."""
+    """Return where each row's tokens begin and end (exclusive), both int32 ``[b]``; 0 for an empty row."""
     t = there.shape[1]
     if not t:
         nothing = there.sum(1, dtype=torch.int32)

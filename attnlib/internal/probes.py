@@ -1,8 +1,8 @@
 """Probes of torch's and Triton's private functions: try each function once, and cache the result.
 
 There is no list of supported versions. Code that needs a private function passes a trial of it to
-:func:`answer`, which runs the trial on first use. If the trial fails, the code does not use the function, and
-its results stay the same. Each trial is next to the code that needs it.
+:func:`answer`, which runs the trial on first use. If the trial fails, the code computes the same results
+without the function. Each trial is next to the code that needs it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def failures(name: str, attempt: Callable[[], Answer]) -> list[str]:
 
 
 def is_first(event: str) -> bool:
-    """True the first time that it is called with the event ``event``."""
+    """True in the first call with this ``event``, and False in later calls."""
     happened = _Event()
     return ANSWERS.setdefault(event, happened) is happened
 

@@ -18,7 +18,7 @@ def kind(x: Function) -> Function:
     """Wrap a function so that an unknown or missing argument raises a TypeError that names the right one.
 
     In a class, the constructor and the public methods are wrapped. Methods that another decorator has already
-    wrapped are skipped, so ``@contextmanager``, for example, goes outside ``@kind``.
+    wrapped are skipped. Such a method needs its own ``@kind``, for example below ``@contextmanager``.
     """
     if not isclass(x):
         return _wrapped(x, None)

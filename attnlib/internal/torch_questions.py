@@ -2,7 +2,8 @@
 
 Most of them are private functions of torch. A trial calls such a function once inside a mode, transform or
 profiler, where it must return true, and once outside. If a trial fails, a public function replaces the
-private one. If torch has none, we assume that operators are always observed, which is correct but slower.
+private one. If torch has no public one, we assume that something always observes operators, which is correct
+but slower.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ BATCHED = "batched gradients"
 
 
 class TorchAnswers(NamedTuple):
-    """The functions to call: private functions of torch whose trials succeeded, or replacements for them."""
+    """The functions that detect observers: private functions of torch, or replacements if a trial failed."""
 
     dispatch_modes: Callable[[], object]
     mode_stack: Callable[[], list]
@@ -53,7 +54,7 @@ class Question(NamedTuple):
 
 
 def find() -> TorchAnswers:
-    """Try each private function; raise NotNow inside a mode, transform or profiler that one would detect."""
+    """Try each private function; raise NotNow inside a mode, transform or profiler that it detects."""
     looked = [
         (question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS
     ]
@@ -66,7 +67,7 @@ def find() -> TorchAnswers:
 
 
 def _refuse_inside(question: Question) -> None:
-    """Raise NotNow if the function returns true before its trial, or RuntimeError if that is wrong."""
+    """Raise NotNow if the function rightly returns true before its trial, and RuntimeError if wrongly."""
     ask = question.find()
     if ask():
         if question.public() if question.public else not _in_another_thread(ask):
@@ -90,7 +91,7 @@ def _try(question: Question) -> None:
 
 
 def yes() -> bool:
-    """Return True: a torch version that cannot be asked is treated as if something observes every call."""
+    """Return True: if torch cannot tell, we assume that something observes every call."""
     return True
 
 
@@ -113,7 +114,7 @@ def _inside_transform(ask: Callable) -> object:
 def _inside_profiler(ask: Callable) -> object:
     """Call a function inside the fastest profiler available.
 
-    ITT annotations take 0.1 ms; a profile takes 1 ms and may print.
+    The ITT profiler takes 0.1 ms. The other one takes 1 ms and may print messages.
     """
     with profiler.emit_itt() if torch.profiler.itt.is_available() else profiler.profile(use_kineto=False):
         return ask()
@@ -211,7 +212,7 @@ QUESTIONS = (  # the order must be the same as in TorchAnswers
 
 
 class Batched(NamedTuple):
-    """The function that recognizes batched gradients, or one that always says yes."""
+    """The function that recognizes batched gradients, or one that always returns True."""
 
     is_batched: Callable[[Tensor], bool]
     failures: tuple[str, ...] = ()

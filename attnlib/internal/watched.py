@@ -16,8 +16,8 @@ SEEN = "calls that are followed"
 def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if a compiler, tracer, mode, transform or profiler observes operators on q, k and v.
 
-    The result is also True for tensor subclasses and meta tensors. If nothing observes the operators, a call
-    may bypass torch's dispatcher, which takes longer than the rest of the call.
+    The result is also True for tensor subclasses and meta tensors. If it is False, a call may bypass torch's
+    dispatcher; dispatching takes longer than the rest of the call.
 
     Raises:
         RuntimeError: a FlopCounterMode would count attention as 0 FLOPs.
@@ -93,7 +93,7 @@ def refuse_trials() -> None:
 
 
 def _refuse_counters(modes: list) -> None:
-    """Raise RuntimeError under a FlopCounterMode that was created without attention's formulas."""
+    """Raise RuntimeError under a FlopCounterMode that was created without attnlib's FLOP formulas."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
@@ -109,7 +109,7 @@ def _refuse_counters(modes: list) -> None:
             )
 
 
-_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # a variable, because Dynamo needs one
+_peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # Dynamo needs it in a variable
 
 
 def _mode_stack() -> list:

@@ -7,12 +7,12 @@ BOOLS = "for a bool mask [b|1, h|1, s, t] use mask=attnlib.masks.mask_tensor(sho
 ADDED = "for one that is added to scores use score=attnlib.scores.bias_tensor(bias)"
 MADE = "pass {} to the constructor of the layer"
 
-# Each row lists argument names of other libraries, then pairs of required arguments and a remedy. A remedy
+# Each row lists argument names of other libraries, then pairs: required arguments, and a remedy. A remedy
 # applies to callables that take all of its required arguments; the first remedy that applies is used. Some
-# arguments identify the callable: only forward() of a layer takes cu_seqlens_context, only attention
-# functions take q, and only layers take hidden_size.
+# required arguments tell callables apart: only forward() of a layer takes cu_seqlens_context, only attention
+# functions take q, and only constructors of layers take hidden_size.
 ROWS = (
-    # masks and scores
+    # arguments for masks and scores
     (
         "is_causal causal",
         (
@@ -116,7 +116,7 @@ ROWS = (
         ),
     ),
     ("qv", ("q", "not supported")),
-    # tokens
+    # arguments for the input tokens: tensors, positions, and offsets of packed sequences
     (
         "query queries hidden_states input inputs q",
         ("query", "use query="),
@@ -270,7 +270,7 @@ ROWS = (
         ("hidden_size rope", "use rope=Rope(dim), where dim is the number of channels that rotate"),
     ),
     ("device", ("theta", "leave it out: angles are on the device of their positions")),
-    # caches
+    # arguments for caches
     (
         "past_key_value past_key_values cache kv_cache layer_past inference_params use_cache",
         ("kv positions", "use kv=, a layer of cache.step()"),

@@ -45,8 +45,8 @@ class AttentionCall(NamedTuple):
     ) -> Tensor:
         """Attend over ``k`` and ``v``; with context parallelism, over the tokens of all ranks.
 
-        ``given`` has the key bounds and offsets. Ranks send each other ``source``, if given, in place of k
-        and v.
+        ``given`` has the key bounds, and the offsets of packed sequences. If there is a ``source``, ranks
+        send each other its tensors in place of k and v.
         """
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)
         call = self._placed(Call(q, self.mask, self.score, k, v, None, *bounds, packing, dropout))
@@ -75,7 +75,7 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
     ``score`` has all score options of the layer except its score function.
 
     Raises:
-        ValueError: a function reads head indices, and this rank's heads were not sharded by torch.
+        ValueError: a function reads head indices, and heads were sharded without ``parallelize_module``.
     """
     mask, function = own_functions(layer, given.mask, share)
     dropout_p = layer.dropout_p if layer.training and not given.is_stored else 0.0
@@ -91,9 +91,9 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
             )
         if by_mask:
             mask.check({"h": layer.num_heads})
-            mask = mask.reading(mask.tensors).of_part()  # its block_mask() covers all heads
+            mask = mask.reading(mask.tensors).of_part()  # drop tiles, which cover all heads
         if by_score:
-            function = function.of_part()  # its tensors cover all heads, as the constructor has checked
+            function = function.of_part()  # its tensors cover the heads of all ranks
     score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent

@@ -31,7 +31,7 @@ class CapturedTensors(nn.Module):
         return self._function.reading([share.gathered(getattr(self, name)) for name in self._names])
 
     def _apply(self, fn, recurse=True):
-        """Apply ``fn``, but keep the values after ``to_empty``, since they cannot be recomputed."""
+        """Apply ``fn``, but restore the values after ``to_empty``, since they cannot be recomputed."""
         given = [getattr(self, name).detach() for name in self._names]
         super()._apply(fn, recurse)
         with torch.no_grad():
@@ -85,10 +85,10 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
 def own_functions(
     layer: nn.Module, mask: AnyMask | None, share: Share
 ) -> tuple[AnyMask, ScoreFunction | None]:
-    """Return the intersection of a layer's mask and a call's, and the layer's score function.
+    """Return the intersection of the masks of a layer and of a call, and the layer's score function.
 
     Raises:
-        TypeError: the call's mask is not a mask.
+        TypeError: ``mask`` is not a mask.
     """
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:

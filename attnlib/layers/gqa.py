@@ -243,7 +243,7 @@ class GroupedQueryAttention(nn.Module):
         return described(self, "num_heads", "num_kv_heads", "head_dim")
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """Store the keys and values of ``context`` in a step of its cache, for ``forward(context=view)``."""
+        """Store the keys and values of ``context`` in a cache step; ``forward(context=view)`` reads them."""
         check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
         kv.append(*self.key_value(context, None, share_of_context(self, context)))
 
@@ -273,7 +273,7 @@ class GroupedQueryAttention(nn.Module):
     def key_value(
         self, x: Tensor, angles: Angles | None = None, share: Share = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
-        """Return keys ``[..., g, d]`` and values ``[..., g, e]`` for the query heads in ``share``.
+        """Return the keys ``[..., g, d]`` and values ``[..., g, e]`` that the query heads in ``share`` read.
 
         Keys for a cache need no ``angles``, since the cache rotates keys when it writes them. The exception
         is ``norm_after_rope``: then this method must rotate and normalize the keys.

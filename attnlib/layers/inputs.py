@@ -80,7 +80,7 @@ def check_latent_rope(rope: Rope | None, channels: int) -> None:
         warn_once(
             f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of "
             "halves; weights trained with interleaved pairs give wrong results without any error",
-            sys._getframe(3),  # the caller of the constructor, past its @kind wrapper
+            sys._getframe(3),  # the frame that called the constructor through its @kind wrapper
         )
 
 
@@ -174,7 +174,7 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
 
     Precomputed Angles are validated later, when q is rotated.
     """
-    if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may all-gather x
+    if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
         return
     shape, tokens = positions.shape, x.shape[:-1]
     if (
@@ -260,7 +260,7 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> 
             "kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there"
         )
     step = kv.positions.shape
-    if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may all-gather x
+    if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
         return
     if len(step) == 1:
         expected, remedy = f"[t={step[0]}, m={x.shape[-1]}]", "step({handle: n}) is for packed tokens"

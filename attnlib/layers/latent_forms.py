@@ -115,12 +115,12 @@ def attend_expanded(
             out, lse = varlen_attention_with_lse(
                 rows, k, v, **offsets, mask=band, scale=scale, backend=backend
             )
-        else:  # functions need indices within whole sequences
+        else:  # mask and score functions need indices within whole sequences
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
             call = Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True)
             out, lse = attend(call, backend)
-        if state is not None:  # in fp32, since rounding errors of all chunks would add up
+        if state is not None:  # merge in fp32, since rounding errors of chunks would add up
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse
     return state[0].to(v.dtype).unflatten(0, q.shape[:-2])
@@ -212,7 +212,7 @@ def source_of(
 
 
 def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
-    """Return the token counts of a packed step: before the first prompt, in it, before the next, and so on.
+    """Return the token counts of a packed step's runs, in turn: other tokens, a prompt, other tokens, ...
 
     >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
     [2, 50, 3]
@@ -278,8 +278,8 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
 def is_plain_matmul(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
     """True if ``module(x)`` is ``x @ module.weight.T``, without adapters, quantization, sharding or hooks.
 
-    Given q ``[..., h, n]`` of attention over a cache, the weight may also be sharded by
-    ``parallelize_module``, if this rank's shard has as many of the ``heads`` as q.
+    For attention over a cache, pass its q ``[..., h, n]`` and the number of ``heads`` on all ranks. The
+    weight may then be sharded by ``parallelize_module``, if this rank's shard has as many heads as q.
     """
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False

@@ -72,8 +72,8 @@ class MultiHeadLatentAttention(nn.Module):
     score: CapturedTensors | None
     q_gain: float  # multiplies the rotated channels of q, for YaRN
     scale: float
-    q_proj: nn.Linear  # without q_lora_rank
-    q_a_proj: nn.Linear  # these three with q_lora_rank
+    q_proj: nn.Linear  # only without q_lora_rank
+    q_a_proj: nn.Linear  # q_a_proj, q_a_layernorm and q_b_proj: only with q_lora_rank
     q_a_layernorm: nn.Module
     q_b_proj: nn.Linear
     kv_a_proj_with_mqa: nn.Linear
@@ -322,7 +322,7 @@ class MultiHeadLatentAttention(nn.Module):
         )
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
-        """Return the cheaper form for this layer's dimensions."""
+        """Return the form with fewer multiplications for this layer's sizes; see :func:`cheaper_form`."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         return cheaper_form(
             queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least

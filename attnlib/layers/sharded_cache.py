@@ -38,8 +38,8 @@ def with_heads(view: KVView, share: Share, heads: int, *, total: int, kv_heads: 
 def _first_heads(view: KVView, share: Share) -> list[int] | None:
     """Return the first query head of each rank that shares the view.
 
-    Return None if the ranks that share the view lie along another mesh dimension than the one that shards
-    heads: then they all have the same query heads.
+    The result is None if the ranks share the view along one mesh dimension and the heads are sharded along
+    another, so that these ranks all have the same query heads.
     """
     placed = {
         int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)
@@ -57,7 +57,7 @@ def _first_heads(view: KVView, share: Share) -> list[int] | None:
 
 
 def _indices(share: Share) -> list[int]:
-    """Return the index of each rank's heads among all shares, in the order of the mesh's ranks."""
+    """Return, for each rank in the mesh's order, which share of the heads it has, counted from 0."""
     parts = [0]
     for dim, shared in enumerate(share.shares):
         size = share.mesh.size(dim)

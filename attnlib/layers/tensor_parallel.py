@@ -34,11 +34,11 @@ class Share(NamedTuple):
     count: int = 0
     total: int = 0
     mesh: "DeviceMesh | None" = None
-    shares: tuple[bool, ...] = ()  # True for each dimension of the mesh that shards the heads
+    shares: tuple[bool, ...] = ()  # for each mesh dimension: True if it shards the heads
 
     @property
     def of_gradients(self) -> "tuple[Placement, ...]":
-        """The DTensor placements of a replicated tensor's gradient, partial where the mesh shards heads."""
+        """The placements of the gradient of a replicated DTensor: partial in dimensions that shard heads."""
         from torch.distributed.tensor import Partial, Replicate
 
         return tuple(Partial() if shared else Replicate() for shared in self.shares)
@@ -58,7 +58,7 @@ class Share(NamedTuple):
         return self.first // group, max(1, self.count // group)
 
     def stored_heads(self, local: int, total: int) -> int:
-        """Return how many of ``total`` KV heads this rank stores: ``local`` without tensor parallelism."""
+        """Return how many of ``total`` KV heads this rank stores; unsharded, this is ``local``."""
         return self.kv_heads(total)[1] if self.shares else local
 
     def local_score(self, score: Score) -> Score:
@@ -175,7 +175,7 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
 
 
 def share_of_context(layer: nn.Module, context: Tensor) -> Share:
-    """Return which query heads of a grouped layer this rank has, if only keys and values are computed.
+    """Return which query heads this rank has, for a call that only computes the keys and values.
 
     If the weight is sharded, q_proj is called with one token: its output shows whether heads are gathered.
     """

@@ -15,7 +15,7 @@ from ..tracing.program import INDICES, Program, combined
 from ..tracing.trace import FirstQuery, captured_of, traced
 
 GRAIN = 64  # kernels find out per tile of 64 queries x 64 keys if a mask hides all, some or none of it
-CHANGED = (-1,)  # tensor versions that match no tensor, since the tiles of a copied mask are out of date
+CHANGED = (-1,)  # versions of a copied mask whose tiles are out of date; they match no tensors
 EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
 
@@ -71,7 +71,8 @@ class MaskFunction:
     program: Program
     tensors: tuple[Tensor, ...]
     tiles: Tensor | None = field(default=None, repr=False)
-    versions: tuple[int, ...] = field(default=(), repr=False)  # of ``tensors``, when tiles were computed
+    # How often each of ``tensors`` had changed in place when the tiles were computed.
+    versions: tuple[int, ...] = field(default=(), repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)  # number of queries and keys that the tiles cover
     far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
@@ -103,11 +104,11 @@ class MaskFunction:
         return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
-        """Return the same function with other tensors in place of its own, of the same dtypes and ranks."""
+        """Return the mask with other tensors of the same dtypes and dimension counts, and without tiles."""
         return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
 
     def of_part(self) -> "MaskFunction":
-        """Return the mask for a part of a call, which skips comparing its sizes with the tensors."""
+        """Return the mask for a call on a part of the heads or tokens; tensor sizes are no longer checked."""
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
@@ -132,7 +133,7 @@ class MaskFunction:
         return replace(self, tiles=tiles, versions=self.versions_now(), sizes=(s, t))
 
     def versions_now(self) -> tuple[int, ...]:
-        """Return how often each tensor has changed in place; 0 for inference tensors, which do not count."""
+        """Return how often each tensor has changed in place; 0 for inference tensors, which have no count."""
         return tuple(0 if x.is_inference() else x._version for x in self.tensors)
 
     def planes(self, b: int, h: int) -> tuple[int, int]:
@@ -178,7 +179,8 @@ class MaskFunction:
     def __getstate__(self) -> dict[str, object]:
         """Return all fields for a copy or pickle, with a flag instead of ``versions``.
 
-        The flag is True if the tiles still match the tensors; copied tensors count their changes from 0.
+        The flag is True if the tiles still match the tensors. Versions would be wrong in a copy, since copied
+        tensors count their changes from 0.
         """
         state = {x.name: getattr(self, x.name) for x in fields(self)}
         return state | {"versions": self.versions == self.versions_now()}

@@ -166,7 +166,7 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     check_count("block_size", block_size, least=1)
     check_count("keys", keys, least=1)
     blocks = -(-keys // block_size)
-    # An extra block that is always hidden receives the entries of -1 and the keys after the last block.
+    # One more block, which stays hidden, takes the entries of -1, and is read for keys after the last block.
     shown = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     known = (indices >= 0) & (indices < blocks)
     shown.scatter_(3, torch.where(known, indices, blocks).long(), True)

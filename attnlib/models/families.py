@@ -63,7 +63,7 @@ class AttentionStorage:
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
-    kv_heads: str | None = "num_key_value_heads"  # None: loaders require as many KV heads as heads
+    kv_heads: str | None = "num_key_value_heads"  # None: loaders require one KV head per query head
     head_dim: str | None = "head_dim"
     sizes: DefaultSizes = LARGE
     rope: str | None = "half"  # or "interleaved", or a key of config.json that is true if interleaved
@@ -78,7 +78,7 @@ class AttentionStorage:
 
     @property
     def attention(self) -> str:
-        """The name of the attribute through which a decoder layer has its attention module."""
+        """The name of the attribute in which a decoder layer holds its attention module."""
         return self.path.rpartition(".")[2]
 
 
@@ -195,7 +195,7 @@ STORED: Mapping[str, AttentionStorage] = MappingProxyType(
         ),
     }
 )
-# For vision-language models: the family of the language model if its part of config.json does not name one.
+# The family of the language model in vision-language models whose config.json does not name that family.
 SEEING: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",

@@ -92,7 +92,7 @@ def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> 
 
 
 def with_layers(config: Mapping[str, object], layers: Iterable[Mapping[str, object]]) -> dict[str, object]:
-    """Return ``config`` with its layers replaced by these, which :func:`plain_form` has made."""
+    """Return a copy of ``config`` with other ``layers``, which are in the form of :func:`plain_form`."""
     return {**config, "layers": list(layers)}
 
 

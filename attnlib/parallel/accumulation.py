@@ -12,11 +12,11 @@ class PartialAttention:
         self.out: Tensor | None = None
 
     def begin(self, v: Tensor) -> None:
-        """Set the width and dtype of the output to those of ``v``."""
+        """Record the width and dtype of ``v``, which the output will have."""
         self._width, self._dtype = v.shape[-1], v.dtype
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in the output and LSE of some of the queries over further keys."""
+        """Merge in the output and LSE that the slice ``queries`` has over further keys."""
         if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result covers all queries
             self.out, self.lse = out.to(self._wide), lse.to(self._wide)
             return
@@ -44,7 +44,7 @@ class PartialAttention:
 
 
 class Sum:
-    """The sum of partial gradients of a tensor of tokens; if there is only one, it keeps its dtype."""
+    """The sum of gradients of parts of ``x``, in the dtype ``wide``; a single gradient keeps its dtype."""
 
     def __init__(self, x: Tensor, wide: torch.dtype):
         self._x, self._wide = x, wide

@@ -1,4 +1,4 @@
-"""Context-parallel attention: as a ring, by gathering or by heads, as requested or as estimated."""
+"""Context-parallel attention by ring, gathering or heads: the requested form, or the fastest by estimate."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -88,7 +88,7 @@ class ContextParallel:
 
 
 def _validated(call: Call, tokens: int) -> Call:
-    """Check tensors of mask and score functions against the whole sequence; return a call for its parts."""
+    """Check mask and score tensors against the whole sequence; return a call that skips this check."""
     call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
     mask, function = call.mask, call.score.function
     score = (

@@ -58,6 +58,6 @@ def costs_of(
 
 @torch.no_grad()
 def _shapes(call: Call, source: KeyValueSource) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of k and v for one token of each sequence."""
+    """Return the shapes that k and v have if they are cut down to one token."""
     k, v = source.expand(*(x.narrow(call.q.dim() - 3, 0, 1) for x in source.tensors))
     return k.shape, v.shape

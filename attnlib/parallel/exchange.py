@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed both functions.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -35,7 +35,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Passing:
     """A transfer in progress from every rank of a ring to the next one.
 
-    The rank can compute in the meantime.
+    Ranks can compute until they call :meth:`wait`.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup):
@@ -59,7 +59,7 @@ class Passing:
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Pass tensors around a ring; yield each rank's number and its tensors once, starting with this rank.
 
-    While the caller uses the tensors of one rank, the next rank's tensors are already on their way.
+    While the caller uses the tensors of one rank, the tensors that it gets next are already on their way.
     """
     held = tensors
     for step in range(group.size()):

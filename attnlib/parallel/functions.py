@@ -35,7 +35,7 @@ def context_attention(
 
     q ``[b, tokens here, h, d]``, k and v hold this rank's tokens, as :func:`shard` returns them, and so does
     the output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``. None selects the form with the shortest
-    estimated time; :func:`attnlib.explain` reports it on one rank alone. ``options`` are the options of
+    estimated time; :func:`attnlib.explain`, which one rank can call alone, reports it. ``options`` are as in
     :func:`attnlib.attention`. They describe the whole sequence and must be the same on every rank.
 
     For packed sequences, pass ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen`` if you know it. q, k and v
@@ -85,7 +85,7 @@ def head_attention(
 
 
 def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, Any]) -> Call:
-    """Return the call with this rank's tensors and with the options, which describe the whole sequence."""
+    """Return an attention call on this rank's tensors; its options describe the whole sequence."""
     strange = sorted({*options} - {*OPTIONS})
     if strange:
         named = ("q", "k", "v", "mask", "mesh", "form", "zigzag")

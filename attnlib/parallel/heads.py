@@ -48,9 +48,10 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
 
 
 def _origin(call: Call, first: int) -> Origin:
-    """Return the call's origin, moved to this rank's first head if mask, score or dropout depend on the head.
+    """Return the call's origin (offsets of indices), with this rank's first head if results depend on heads.
 
-    Otherwise the origin does not change, since kernels for a specific chip only accept calls without one.
+    This is so with dropout and with mask or score functions. Otherwise the origin does not change, since
+    kernels for a specific chip only accept calls without one.
     """
     counts = bool(call.dropout.p) or call.score.function is not None or not isinstance(call.mask, Mask)
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
@@ -59,8 +60,8 @@ def _origin(call: Call, first: int) -> Origin:
 class _ExchangeHeads(torch.autograd.Function):
     """The exchange between sharding by tokens and sharding by heads, as an autograd function.
 
-    With ``to_heads=True`` the forward turns this rank's tokens of all heads into all tokens of this rank's
-    heads; otherwise it does the reverse. Gradients take the opposite direction.
+    With ``to_heads=True`` the forward exchanges this rank's tokens of all heads for all tokens of this rank's
+    heads; otherwise it does the reverse. The backward exchanges gradients in the opposite direction.
     """
 
     @staticmethod
@@ -92,6 +93,6 @@ def _heads(x: Tensor, sharing: Sharing) -> Tensor:
 
 
 def _placeholder(x: Tensor, ranks: int) -> Tensor:
-    """Return a tensor of zeros with the shape that x has after the exchange to heads, to explain a call."""
+    """Return zeros in the shape that x has after the exchange to heads, for a call that is only explained."""
     *batch, tokens, heads, width = x.shape
     return x.new_zeros(1).expand(*batch, tokens * ranks, heads // ranks, width)

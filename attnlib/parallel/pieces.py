@@ -47,7 +47,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
         piece = piece._replace(**_bounds(call, keys))
-        # A call aligns its last query with its last key; the origin moves the queries to their own indices.
+        # A call aligns its last query with its last key; the origin restores their true distance.
         first_query = queries.start - (keys.size - queries.size)
         origin = Origin(queries.end - keys.end, 0) if _is_relative(call) else Origin(first_query, keys.start)
     else:
@@ -58,7 +58,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
             and call.score.alibi_slopes is None
         ):
             return piece._replace(mask=FULL, origin=call.origin)
-        if queries.end == keys.end:  # aligned at the end, as in the whole call
+        if queries.end == keys.end:  # the last query belongs to the last key, as in the whole call
             return piece._replace(origin=call.origin)
         if call.packing is None and call.score.alibi_slopes is None:
             return piece._replace(mask=call.mask.shift(queries.end - keys.end), origin=call.origin)
@@ -66,7 +66,7 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
 
 
 def _is_relative(call: Call) -> bool:
-    """True if the result only depends on the distance between query and key."""
+    """True if mask, score and dropout use token indices only for the distance between query and key."""
     is_band = isinstance(call.mask, Mask) and not call.mask.prefix
     return is_band and call.score.function is None and not call.dropout.p
 
@@ -78,14 +78,14 @@ def _bounds(call: Call, keys: TokenRange) -> dict[str, Tensor | None]:
 
 
 def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, Origin]:
-    """Return a piece of a packed call, and the origins of the parts of sequences that it contains.
+    """Return a piece of a packed call, and its origin (the index offsets of its part of each sequence).
 
     A piece contains a part of every sequence; most of these parts are empty.
     """
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
     limits = (None if limit is None else min(limit, x.size) for x in (queries, keys))
-    # Compute where each sequence's part of the range starts and ends, counted from its first token.
+    # Compute where each sequence's part of the range starts and ends, counted from the sequence's start.
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
@@ -101,7 +101,7 @@ NOTHING = slice(0, 0)
 
 
 class Piece(NamedTuple):
-    """A call, with the slice of this rank's queries and the slice of another rank's keys that it takes."""
+    """An attention call, and the slices of this rank's queries and of one rank's keys that it covers."""
 
     call: Call
     queries: slice
@@ -166,7 +166,7 @@ def _whole_keys(
 
 
 def _is_plain(call: Call) -> bool:
-    """True if a dense call only depends on the order of its queries and keys."""
+    """True if a dense call has a band mask without a prefix, and no bounds, slopes, functions or dropout."""
     others = (call.packing, call.key_starts, call.key_ends, call.score.alibi_slopes)
     return _is_relative(call) and all(x is None for x in others)
 

@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _LocalGradients:
-    """The gradients of tensors that stay on this rank (q and those of the score), summed over pieces."""
+    """The gradients of q, ALiBi slopes and score tensors, which stay on this rank, summed over pieces."""
 
     def __init__(self, given: _Given, wide: torch.dtype):
         self.q, self.captured = Sum(given.q, wide), [_zeros(x, wide) for x in given.captured]
@@ -186,6 +186,6 @@ def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor
 
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
-    """Return a function that makes contexts with the current autocast state, for the backward."""
+    """Return a function that creates autocast contexts in the current state, for use in the backward."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype=dtype, enabled=enabled)

@@ -10,5 +10,5 @@ Expand = Callable[..., tuple[Tensor, Tensor]]
 
 
 def source_of(k: Tensor, v: Tensor) -> KeyValueSource:
-    """Return the source for which ranks send k and v themselves, so that nothing needs expanding."""
+    """Return the source of plain keys and values: ranks send each other k and v, and expand nothing."""
     return KeyValueSource((k, v), lambda k, v: (k, v))

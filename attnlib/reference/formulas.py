@@ -1,9 +1,10 @@
 """Formulas for the memory traffic of each attention algorithm; ``SlowMemory`` counts the same numbers.
 
-The traffic of FlashAttention depends on its tiles only through ``TileVisits``. Without a mask it reads s * t
-/ columns queries. If its tiles fill a fast memory of M elements, the forward moves Theta(T**2 d**2 / M)
-elements; standard attention moves Theta(T**2 + T d) (Dao et al., 2022, arXiv 2205.14135, theorem 2).
-FlashAttention therefore moves fewer elements if d**2 is much smaller than M.
+The traffic of FlashAttention depends on its tiles only through ``TileVisits``. Without a mask, it reads all s
+queries for each of t / columns tiles of keys. If its tiles fill a fast memory of M elements, the forward
+over T tokens moves Theta(T**2 d**2 / M) elements; standard attention moves Theta(T**2 + T d) (Dao et al.,
+2022, arXiv 2205.14135, theorem 2). FlashAttention therefore moves fewer elements if d**2 is much smaller
+than M.
 """
 
 from typing import NamedTuple

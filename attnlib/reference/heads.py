@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# An algorithm takes q [s, d], k [t, d], v [t, e] and the numbers of the sequence and the query head; it
+# An algorithm takes q [s, d], k [t, d], v [t, e] and the indices of the sequence and the query head; it
 # returns the output [s, e] and the LSE [s].
 Algorithm = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 

@@ -69,13 +69,13 @@ class PagedCache(Cache):
         self._rollback, self._max_length = rollback, max_length
         self.handles: list[Handle] = []  # one handle per row
         self._length = 0  # tokens per row before the open step
-        self._step: Any = None  # context manager of the open step
+        self._step: Any = None  # context manager of the open cache step, None if no step is open
         self._open: Sequence[LayerCache] = ()  # the layers of the open step
         self._tokens = 0  # new tokens per row in the open step
         self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
         self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
         for part in model.modules():
-            if part is model or isinstance(part, PreTrainedModel):  # users may call it
+            if part is model or isinstance(part, PreTrainedModel):  # users may call each of these parts
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])

@@ -43,7 +43,7 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     """Return the pages behind placeholder keys and values, or None if both tensors are ordinary.
 
     Raises:
-        NotImplementedError: only one of the two tensors is a placeholder.
+        NotImplementedError: the two tensors do not stand for the same pages.
     """
     pages, of_value = (getattr(x, "handed_pages", None) for x in (key, value))
     if pages is not of_value:
@@ -56,13 +56,13 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
 
 
 class ForwardHook:
-    """A forward hook that notifies a cache as long as the cache exists; copies of the model have no hook."""
+    """A forward hook that notifies a cache while the cache exists; in a copied model, it does nothing."""
 
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
 
     def cache(self) -> Any:
-        """Return the cache, or None if there is none or a compiler is tracing."""
+        """Return the cache, or None if the hook has no cache, it was freed, or a compiler is tracing."""
         return None if self._cache is None or torch.compiler.is_compiling() else self._cache()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -70,7 +70,7 @@ class ForwardHook:
 
 
 class BeginOfForward(ForwardHook):
-    """The hook before a model's forward: it notifies the cache that a forward begins."""
+    """The hook that runs before a model's forward: it notifies the cache that the forward begins."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if (cache := self.cache()) is not None:
@@ -78,7 +78,7 @@ class BeginOfForward(ForwardHook):
 
 
 class EndOfForward(ForwardHook):
-    """The hook after a model's forward, even if that raised: it notifies the cache that the forward ended."""
+    """The hook that runs after a model's forward, even one that raised: it notifies the cache of the end."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (cache := self.cache()) is not None:
@@ -118,7 +118,7 @@ def attention_to_pages(
         starts, _ = bounds or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
-        mask = mask_tensor(attention_mask)  # queries may see later keys, e.g. in an image
+        mask = mask_tensor(attention_mask)  # not causal: queries may see later keys, as in images
         mask = mask if window is None else Mask(window - 1, None) & mask
     elif attention_mask is not None:
         bias = attention_mask if bias is None else bias + attention_mask
@@ -135,6 +135,6 @@ def attention_to_pages(
 
 
 def _keys(module: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Expand latents ``[c, r]``, rotary keys ``[c, p]``: keys ``[c, h, n + p]``, values ``[c, h, e]``."""
+    """Expand latents ``[c, r]`` and rotary keys ``[c, p]`` to K ``[c, h, n + p]`` and V ``[c, h, e]``."""
     k, v = expanded(module, k_rope[None, None], latent[None, None])
     return k[0].transpose(0, 1), v[0].transpose(0, 1)

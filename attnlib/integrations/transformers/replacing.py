@@ -45,9 +45,9 @@ class ReplacedAttention(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """Return the output for ``hidden_states`` ``[b, s, m]`` and other values that the model expects.
 
-        T5 calls its mask ``mask`` and passes a position bias from layer to layer, which is 0 here. The
-        argument ``cache`` was called ``past_key_values`` before transformers 5.24; GPT-NeoX calls it
-        ``layer_past``.
+        T5 calls its mask ``mask``, and passes a position bias from layer to layer. It is returned unused,
+        since it is 0 in cross-attention. The argument ``cache`` was called ``past_key_values`` before
+        transformers 5.24; GPT-NeoX calls it ``layer_past``.
         """
         older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
         cache = next((x for x in (cache, *older) if x is not None), None)
@@ -77,7 +77,7 @@ class ReplacedAttention(nn.Module):
         return None if self.layer.rope is None else theirs
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor | None:
-        """Return the positions for the query temperature: position ids, or token indices with padding."""
+        """Return the positions for the query temperature: position ids, or indices that count padding."""
         if self.layer.temperature is None or not self.family.counts_padding:
             return position_ids
         stored = 0 if cache is None else cache.get_seq_length(self.layer_idx)
@@ -90,9 +90,9 @@ class ReplacedAttention(nn.Module):
     def _stored(
         self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return all keys and values: those in the cache, and those of the new tokens ``x``.
+        """Store the keys and values of the new tokens ``x``, if there is a cache; return those of all tokens.
 
-        Cross-attention uses keys and values of ``source`` instead, and caches them only once.
+        Cross-attention projects ``source`` instead of ``x``, and stores the result only once.
         """
         is_stored = False
         if isinstance(cache, EncoderDecoderCache):
@@ -112,7 +112,7 @@ class ReplacedAttention(nn.Module):
 
 
 class ReplacedLatentAttention(ReplacedAttention):
-    """A replaced MLA layer: the cache holds latents, and attention absorbs them as in :mod:`.latents`."""
+    """A replaced MLA layer: the cache holds latents, and attention may run on them as in :mod:`.latents`."""
 
     def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
         super().__init__(layer, family, config, index)
@@ -146,7 +146,7 @@ class ReplacedLatentAttention(ReplacedAttention):
 
 
 class ReplacedRotary(nn.Module):
-    """Computes rope angles once per step for all layers with the same rope; ``ropes`` maps layer types."""
+    """A module that computes rope angles once per step; ``ropes`` has the rope of each layer type."""
 
     def __init__(self, ropes: Mapping[str, Rope]):
         super().__init__()
@@ -166,7 +166,7 @@ def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
         return rope.angles(position_ids, length=int(position_ids.max()) + 1)
     original = rope.scaling.original_max_position
     short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
-    is_long = position_ids.max() >= original  # stays on the device, to avoid a sync
+    is_long = position_ids.max() >= original  # a tensor, since reading it would wait for the GPU
     cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
     return Angles(cos, sin, rope.interleaved)
 
@@ -176,7 +176,7 @@ def replace_attention(model: nn.Module) -> None:
 
     Raises:
         ValueError: the model has no attention of a known family.
-        NotImplementedError: the family is known, but a field of its config is not.
+        NotImplementedError: the family is known, but a value in the config is not supported.
     """
     made = [(path, module, _replaced(module, *at)) for path, module, at in attention_of(model)]
     if not made:
@@ -191,7 +191,7 @@ def replace_attention(model: nn.Module) -> None:
         put(module, family.place, attention)
         for name, _ in family.weights:
             if not name.startswith(f"{family.place}."):
-                put(module, name, nn.Identity())  # the attnlib layer does its work
+                put(module, name, nn.Identity())  # the attnlib layer does the work of this module
         _keep_names(module, family, f"{family.place}.layer.")
     put_angles(model, [(x.config, x.layer_idx, x.layer.rope) for _, _, x in made])
 
@@ -208,7 +208,10 @@ def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) 
 
 
 def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:
-    """Yield the path, the module and the (part, index) of every attention module of a known family."""
+    """Yield path, module and (part, layer number) of each attention module of a known family.
+
+    The part is "self", "cross" or "encoder", as in the keys of ``FAMILIES``.
+    """
     for path, module in model.named_modules():
         config = config_of(module)
         for (model_type, part), family in FAMILIES.items() if config is not None else ():

@@ -40,7 +40,7 @@ def theirs_of(family: Family, layer: nn.Module) -> dict[str, str]:
 def rename_saved(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object
 ) -> None:
-    """Give the attnlib tensors in a state dict transformers' names and shapes, in place.
+    """Convert the attnlib tensors in a state dict to transformers' names and shapes, in place.
 
     This is a state-dict hook of the module ``owner``, whose attnlib layer is at ``inner``. Tensors that
     transformers does not have, such as an adapter and the layer that it wraps, keep their names.
@@ -54,7 +54,10 @@ def rename_saved(
 def rename_loaded(
     family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Undo :func:`rename_saved` before a state dict is loaded, for all tensors in it; a hook of ``owner``."""
+    """Convert transformers' tensors in a state dict to attnlib's before it is loaded into ``owner``.
+
+    This is the state-dict hook that undoes :func:`rename_saved`.
+    """
     layer = owner.get_submodule(inner.removesuffix("."))
     own = layer.state_dict()
     for name, names in _pairs(family, own):
@@ -81,7 +84,7 @@ def _split(
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each transformers tensor, and the names of the attnlib tensors in it."""
     for module, parts in family.weights:
-        if not module:  # the parameter belongs to the layer itself
+        if not module:  # parameters of the layer itself have the same names in both
             yield from ((name, [name]) for name in parts if name in own)
             continue
         for parameter in PARAMETERS:
