@@ -12,7 +12,7 @@ from .traffic import SlowMemory, tiles
 
 
 def correction(old: Tensor, new: Tensor) -> Tensor:
-    """Return the factor that converts sums from maximum ``old`` to ``new``; exactly 1 if they are equal."""
+    """Return exp(old - new), which rescales sums to a new maximum; exactly 1 if both maxima are equal."""
     # If both maxima are -inf, their difference would be NaN.
     return torch.where(old == new, 1, torch.exp(old - new))
 
@@ -30,7 +30,7 @@ def divide(x: Tensor, pi: Tensor) -> Tensor:
 def advance(c: Tensor, pi: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run one step of the online softmax over the columns in ``x``.
 
-    Return the new maximum c, the new normaliser pi, the factor for earlier sums, and exp(x - c).
+    Return the new maximum c, the new normaliser pi, the factor that rescales earlier sums, and exp(x - c).
     """
     new = torch.cat((c[:, None], x), 1).amax(1)
     p = exponentials(x, new)
@@ -57,7 +57,8 @@ def three_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, 
 def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
     """Return softmax and LSE ``[s]`` of x ``[s, t]`` in two passes.
 
-    The first pass computes maximum and normaliser together (algorithm 3 of the paper), the second the result.
+    The first pass computes maximum and normaliser together (algorithm 3 of Milakov and Gimelshein). The
+    second pass computes the result.
     """
     (x,) = memory.inputs(x)
     s, t = x.shape

@@ -16,7 +16,8 @@ from .traffic import SlowMemory
 def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, memory: SlowMemory) -> tuple[Tensor, Tensor]:
     """Return output ``[s, e]`` and the probabilities ``[s, t]`` before dropout.
 
-    S = scale Q K', P = softmax(S), O = (P * Z) V.
+    S = scale Q K', P = softmax(S), O = (P * Z) V. The dropout factor Z is 0 for dropped pairs and
+    1 / (1 - dropout_p) for others.
     """
     i, j = pairs.whole
     q, k, v = memory.inputs(q, k, v)
@@ -34,6 +35,7 @@ def backward(
     """Return the gradients of q, k and v, given the output's gradient ``do`` and the saved probabilities p.
 
     dV = (P * Z)' dO, dP = (dO V') * Z, dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS' Q.
+    Z is the dropout factor of :func:`forward`.
     """
     i, j = pairs.whole
     q, k, v, p, do = memory.inputs(q, k, v, p, do)

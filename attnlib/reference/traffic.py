@@ -11,7 +11,8 @@ Where = int | slice | tuple[int | slice, ...]
 class Traffic(NamedTuple):
     """The number of elements that an algorithm reads from slow memory, writes to it, and allocates as extra.
 
-    ``extra`` excludes inputs and results, but includes statistics that a forward saves for its backward.
+    ``extra`` counts neither inputs nor results, but it counts statistics that a forward pass saves for its
+    backward pass.
     """
 
     read: int

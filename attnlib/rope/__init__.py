@@ -1,8 +1,8 @@
 """Rotary position embeddings.
 
-``rope.py`` describes a rope, as layers store it. ``scaling.py`` holds the published rules for longer
-contexts, and ``rotation.py`` rotates heads by angles. ``selected.py`` builds a rope from selected channel
-pairs of another rope, for checkpoint conversion.
+``rope.py`` defines Rope, the description of an embedding that layers store. ``scaling.py`` holds the
+published rules for longer contexts, and ``rotation.py`` rotates heads by angles. ``selected.py`` builds a
+rope from selected channel pairs of another rope, for checkpoint conversion.
 """
 
 from .rope import Rope, yarn_ramp

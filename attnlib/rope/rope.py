@@ -93,9 +93,10 @@ class Rope:
 
     @property
     def latent_scale(self) -> float:
-        """DeepSeek's factor on the softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, or 1 without it.
+        """DeepSeek's factor on the softmax scale: ``mscale(factor, mscale_all_dim) ** 2``.
 
-        It applies to rotated and unrotated channels, in addition to ``amplitude``.
+        It is 1 if the rope has no ``mscale_all_dim``. It applies to rotated and unrotated channels, in
+        addition to ``amplitude``.
         """
         if isinstance(self.scaling, YaRN) and self.scaling.mscale_all_dim:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
@@ -106,8 +107,9 @@ class Rope:
     ) -> Tensor:
         """Return by how many radians each channel pair rotates per position, fp32 ``[dim / 2]``.
 
-        The numbers include the scaling rule, and are the same on every device. They differ from those of
-        Hugging Face transformers on a CPU by at most 4 units in the last place, and nearly all are equal.
+        The scaling rule is already applied. The numbers are the same on every device. They differ from
+        those of Hugging Face transformers on a CPU by at most 4 units in the last place, and nearly all are
+        equal.
 
         Raises:
             TypeError: ``length`` is not an int.
@@ -199,12 +201,15 @@ class Rope:
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
-    """Divide fp32 ``x`` by ``divisor`` and round once; in fp32, GPUs multiply by a rounded reciprocal."""
+    """Divide fp32 ``x`` by ``divisor`` in fp64, and round the quotient to fp32.
+
+    GPUs divide less exactly in fp32, because they multiply by a rounded reciprocal.
+    """
     return (x.double() / torch.full_like(x, 1.0 * divisor).double()).float()
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """Return YaRN's ``sqrt(1 / t)`` (its equation 22), with DeepSeek's weight on the logarithm."""
+    """Return YaRN's ``sqrt(1 / t)`` (equation 22), whose logarithm DeepSeek multiplies by ``weight``."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -44,7 +44,10 @@ class Angles:
 
     @property
     def convention(self) -> str:
-        """The pair layout and the number of rotated channels, such as ``half:64``; one cache has only one."""
+        """The pair layout and the number of rotated channels, such as ``half:64``.
+
+        All keys that a cache stores for one layer must have the same convention.
+        """
         return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 

@@ -57,7 +57,7 @@ class DynamicNTK:
 
     Angles depend on the sequence length, so this rule does not work with a cache: keys rotated for one length
     are wrong for the next. Up to ``original_max_position`` tokens (``max_position_embeddings`` in a Hugging
-    Face config) nothing is scaled. Beyond, the rule is the same as
+    Face config) nothing is scaled. For longer sequences, the rule is the same as
     ``NTK(factor * length / original_max_position - (factor - 1))``.
 
     Raises:
@@ -110,8 +110,8 @@ class YaRN:
 
     The rule depends on how many full turns a channel pair makes over ``original_max_position`` (the paper's
     L) positions. With more than ``beta_fast`` (beta) turns, its frequency does not change; with fewer than
-    ``beta_slow`` (alpha) turns, it is divided by ``factor`` (s). A ramp lies between them; ``truncate``
-    rounds its ends outward to whole pairs.
+    ``beta_slow`` (alpha) turns, it is divided by ``factor`` (s). In between, frequencies follow a
+    ramp; ``truncate`` rounds the ramp's ends outward to whole pairs.
 
     ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``, or ``attention_factor`` if you pass one. As in Hugging
     Face configs, an mscale of 0 counts as missing. ``Rope.amplitude`` uses the mscale parameters only if both
@@ -154,9 +154,9 @@ class YaRN:
 class LongRoPE:
     """LongRoPE (Ding et al., 2024, arXiv 2402.13753): slow each channel pair by a factor found by search.
 
-    ``short_factor`` and ``long_factor`` have one number for each pair. The first applies to lengths up to
-    ``original_max_position``, the second beyond. Angles therefore need a length, unless you pass the same
-    tuple twice to use it for all lengths. ``factor`` is how many times longer sequences may become.
+    ``short_factor`` and ``long_factor`` have one number for each pair. The first tuple applies to lengths up
+    to ``original_max_position``, the second to longer ones. Angles therefore need a length, unless you pass
+    the same tuple twice to use it for all lengths. ``factor`` is how many times longer sequences may become.
     ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or ``attention_factor`` if you
     pass one.
 
@@ -191,9 +191,9 @@ class LongRoPE:
 class Proportional:
     """Partial rotation: only a fraction ``share`` of the channel pairs rotate, from the first pair on.
 
-    They have the frequencies of a fully rotated head, divided by ``factor``. Pairs are channels
-    ``(c, c + d / 2)`` of the whole head; a Rope with a smaller ``dim`` would pair ``(c, c + p / 2)`` of the
-    rotated channels.
+    These pairs have the frequencies of a fully rotated head, divided by ``factor``. A pair is two channels
+    ``(c, c + d / 2)`` of the whole head, whereas a Rope with a smaller ``dim`` p would pair channels
+    ``(c, c + p / 2)``.
 
     Raises:
         TypeError: a field is not a number.
@@ -292,7 +292,7 @@ def check_number(name: str, value: float, *, least: float = -math.inf, above: fl
     """Raise TypeError or ValueError unless ``value`` is a number within bounds that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # in fp32 it is neither 0 nor inf
+    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # fp32 stores it as 0 or a normal number
     if not (holds and value >= least and value > above):
         bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
         raise ValueError(f"{name}: expected a finite number {bound}, got {value}")

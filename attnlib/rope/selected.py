@@ -14,14 +14,14 @@ class SelectedRope(Rope):
 
     Pairs may repeat. Checkpoint conversion needs such ropes for the rotary keys of several heads side by
     side, and when only some pairs of a head remain; no ``theta`` gives these frequencies. ``amplitude`` and
-    ``latent_scale`` are always 1; the caller of ``select`` folds those of the source into weights or scale.
+    ``latent_scale`` are always 1; the caller of ``select`` folds the source's values into weights or scale.
     """
 
     source: Rope
     pairs: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Skip the checks of Rope, since the source is valid already and may have more pairs."""
+        """Skip Rope's checks: ``source`` has passed them, and another number of pairs could fail them."""
 
     @property
     def amplitude(self) -> float:
@@ -42,7 +42,7 @@ class SelectedRope(Rope):
 def select(source: Rope, pairs: tuple[int, ...]) -> SelectedRope:
     """Return a rope of ``2 * len(pairs)`` channels that rotate like the given pairs of ``source``.
 
-    The layout of channel pairs stays the same.
+    The new rope has the same pair layout (half or interleaved) as ``source``.
 
     >>> select(Rope(8), (0, 0, 3)).inverse_frequencies()
     tensor([1.0000, 1.0000, 0.0010])

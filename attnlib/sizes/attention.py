@@ -186,7 +186,7 @@ def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
     """Return the FLOPs of one layer to decode one token, the last of ``context`` tokens.
 
     If ``ranks`` ranks each store some tokens of a cache, these are the FLOPs of the rank with the most
-    tokens, for the query heads in ``shape``.
+    tokens. That rank computes all query heads of ``shape``.
     """
     return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
@@ -211,7 +211,7 @@ def decode_bytes(
 
 
 def _seen(context: int, window: int | None, ranks: int = 1) -> int:
-    """Return how many of the keys stored on one rank the last query sees; windows are not sharded."""
+    """Return how many keys the last query reads on one rank; a rank stores all keys of a window."""
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return -(-context // ranks) if window is None else min(context, window)

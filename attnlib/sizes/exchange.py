@@ -68,7 +68,10 @@ def shares_heads(shape: Shape, ranks: int) -> bool:
 
 
 def _widths(shape: Shape) -> tuple[int, int, int, int]:
-    """Return numbers of values per token over all heads: sent in a ring, query, key + value, and output."""
+    """Return the number of values per token in ring messages, queries, keys plus values, and outputs.
+
+    Each number covers all heads.
+    """
     heads = shape.num_heads
     if isinstance(shape, LatentShape):
         key = shape.qk_nope_head_dim + shape.qk_rope_head_dim

@@ -37,7 +37,7 @@ class Model:
         return sum(shape.parameters for shape in self.layers)
 
     def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
-        """Return the cache layout of each layer, as a KVCache takes them."""
+        """Return the cache layout of each layer, which you can pass to KVCache."""
         return [shape.layout(dtype=dtype, store=store) for shape in self.layers]
 
     def shard(self, ranks: int) -> "Model":

@@ -18,7 +18,7 @@ BY_RESULT = "d"  # the input of the derivative that holds the gradient of the pr
 
 
 class Read(NamedTuple):
-    """A tensor element that the program reads: its tensor, its indices, and the derivative by it."""
+    """A tensor element that a program reads: its tensor, its indices, and the gradient with respect to it."""
 
     tensor: Value
     indices: tuple[Operand, ...]
@@ -47,6 +47,8 @@ class Derivative(NamedTuple):
 def derivative(program: Program) -> Derivative:
     """Return the derivative of a traced score function.
 
+    Its fields name values that its steps compute: in the example, x2 is ``d * x0`` and x3 is ``d * score``.
+
     >>> doubled = "def score(score, h, t0: float[1]): x0 = load(t0, h); x1 = mul(score, x0); return x1"
     >>> by = derivative(Program(doubled))
     >>> print(by.score, by.reads[0].derivative)
@@ -73,7 +75,7 @@ def derivative(program: Program) -> Derivative:
 
 
 def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
-    """Return the gradient of each operand of a step, or None; ``d`` is the gradient of the step's result."""
+    """Return the gradient of each operand, None if it needs none; ``d`` is that of the step's result."""
     add, result, x = steps.add, step.result, step.operands[0]
     y = step.operands[-1]
     match step.operation:
@@ -140,8 +142,8 @@ def _choice_gradients(
 ) -> tuple[Operand, Operand]:
     """Return the gradients of ``x`` and ``y`` in an operation such as minimum, which picks one of them.
 
-    ``before`` is the comparison that is true if ``x`` is picked. If both are equal, the gradient ``d`` is
-    divided by ``shares``.
+    ``before`` is the comparison that is true if ``x`` is picked. ``d`` is the gradient of the
+    result; if ``x`` and ``y`` are equal, ``shares`` says which fraction of ``d`` each of them gets.
     """
     equal = steps.add("eq", x, y)
 
@@ -153,9 +155,9 @@ def _choice_gradients(
 
 
 def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
-    """Return the gradients of the number and the bound in ``torch.clamp_min`` or ``clamp_max`` at a tie.
+    """Return the gradients of number and bound in ``torch.clamp_min`` or ``clamp_max`` if both are equal.
 
-    The result comes from torch, since its versions differ. Up to 2.13, the number gets the whole gradient.
+    We ask torch itself, since its versions differ. Up to 2.13, the number gets the whole gradient.
     From 2.14 on, it gets none at a constant bound, and half at a bound that is a tensor.
     """
     with torch.inference_mode(False), torch.enable_grad():
@@ -166,7 +168,7 @@ def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
 
 
 def operands_of(reads: Sequence[Read]) -> list[Operand]:
-    """Return the indices and derivatives that are needed to sum the gradients of tensor elements."""
+    """Return the indices and derivatives in ``reads``, from which the tensors' gradients are summed."""
     return [x for known in reads for x in (*known.indices, known.derivative)]
 
 

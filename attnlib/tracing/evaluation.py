@@ -36,7 +36,7 @@ def evaluated(
     *,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Evaluate a program on inputs that broadcast, with floats in ``dtype``; differentiable.
+    """Evaluate a program on inputs that broadcast, with floats in ``dtype``; autograd can differentiate it.
 
     Raises:
         IndexError: an index is outside its tensor, for a query-key pair that ``counted`` marks as True.
@@ -89,7 +89,7 @@ def _evaluate(step: Step, captured: Mapping[Value, Tensor], lookup: Lookup, coun
     if step.operation == "where":
         condition, *choices = step.operands
         return torch.where(lookup(condition, BOOL), *(lookup(x, step.takes) for x in choices))
-    if step.operation in BY_NUMBERS:  # as tensors, constant bounds or exponents may change the derivative
+    if step.operation in BY_NUMBERS:  # a constant stays a number: a tensor may change the derivative
         numbers = [lookup(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
         return BY_NUMBERS[step.operation](*numbers)
     if step.operation not in OPERATIONS:  # a cast such as to_int32

@@ -67,7 +67,7 @@ class Parsed(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A traced mask or score function as one line of text, which compilers may quote in comments.
+    """A traced mask or score function as text, on one line because compilers may quote it in a comment.
 
     ``parsed`` holds the steps of the program.
 
@@ -104,7 +104,7 @@ class Program(NamedTuple):
 
     @property
     def gathers(self) -> int:
-        """The number of loads per query-key pair: those whose indices depend on both query and key."""
+        """The number of loads whose indices depend on both query and key, so that every pair repeats them."""
         of_pairs = {Value("i"): {"i"}, Value("j"): {"j"}, Value("score"): {"i", "j"}}
         found = 0
         for step in self.parsed.steps:
@@ -223,7 +223,7 @@ class Steps:
         )
 
     def _refuse_wrapped(self, operation: str, operands: Sequence[Operand], kind: str) -> None:
-        """Raise TypeError for a constant that its kind cannot hold; only some torch versions raise one."""
+        """Raise TypeError for a constant that its kind cannot hold; only some torch versions do the same."""
         for x in operands:
             if isinstance(x, int) and not isinstance(x, bool) and kind != BOOL and not fits(x, kind):
                 raise TypeError(f"{operation}: expected a number of {kind}, got {x}; write .long()")

@@ -41,7 +41,7 @@ class Tracer(TracerBase):
     """A torch.fx tracer that adds a step to a program for every operation on a placeholder (a stand-in).
 
     If ``shapes`` of the captured tensors are given, constant indices are compared with them. ``beginning`` is
-    the file and line where the function begins, for errors that no line of the function causes.
+    the file and line where the function begins; errors name it if no line inside the function caused them.
     """
 
     def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None, beginning: str):
