@@ -104,7 +104,8 @@ def check_alone(
 def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size: int) -> dict[str, Run]:
     """Serve all requests from a cache of rows and one of pages, in turns; check the answers.
 
-    Return the fastest run of each cache."""
+    Return the fastest run of each cache.
+    """
     runs: dict[str, Run] = {}
     for round_ in range(ROUNDS):
         for name, cache in make_caches(model, rows=rows, page_size=page_size).items():
