@@ -15,7 +15,7 @@ from attnlib.sizes.files import draw
 
 
 def check(variant: Model, setting: Setting) -> int:
-    """Grow the smallest batch of a setting to its longest context; return the size of the cache in bytes.
+    """Grow a cache to the smallest batch and longest context of a setting; return the bytes that it uses.
 
     Raises:
         SystemExit: at some context length, the cache does not use the bytes that the formula predicts.

@@ -80,9 +80,9 @@ def check_alone(
 ) -> str:
     """Check that every answer is what its request gets when it is served alone; return a note on ties.
 
-    The model reads each sequence in one pass, without a cache or a batch, after the tokens ``before``. An
-    answer is correct if each of its tokens is the most likely one. If a token differs,
-    :func:`decoding.check_same` decides if the two tokens are tied.
+    The model reads each sequence in one pass, without a cache or a batch. ``before`` holds the tokens that
+    precede every prompt. An answer is correct if each of its tokens is the most likely one. If a token
+    differs, :func:`decoding.check_same` decides if the two tokens are tied.
 
     Raises:
         SystemExit: an answer ends in the wrong place, or differs by more than a tie.
@@ -102,7 +102,10 @@ def check_alone(
 
 
 def compare(model: Decoder, requests: Sequence[Request], *, rows: int, page_size: int) -> dict[str, Run]:
-    """Serve all requests from rows and from pages, in turns; check the answers and return the faster runs."""
+    """Serve all requests from a cache of rows and one of pages, in turns; check the answers.
+
+    Return the fastest run of each cache.
+    """
     runs: dict[str, Run] = {}
     for round_ in range(ROUNDS):
         for name, cache in make_caches(model, rows=rows, page_size=page_size).items():
@@ -152,7 +155,7 @@ def _concurrency(samples: Sequence[Sample]) -> list[str]:
 
 
 def _shares(samples: Sequence[Sample], nbytes: int) -> list[str]:
-    """Return fractions of memory: filled with tokens, allocated but empty, free, and free but fragmented."""
+    """Return percentages of the memory: filled with tokens, allocated but empty, free, and fragmented."""
     chosen = busy(samples)
     total = nbytes * len(chosen)
     filled, used, external = (

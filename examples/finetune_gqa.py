@@ -1,8 +1,9 @@
 """Convert a trained MHA language model to GQA and MLA, and distil each back to the quality of the original.
 
-Trains the MHA model first, or loads a Llama from ``--source``. Prints the bits per byte of held-out text with
-which every conversion starts and ends, beside the original trained for as many more steps; draws the recovery
-curves; writes the models as Hugging Face folders. After an interruption, run it again to resume.
+Trains the MHA model first, or loads a Llama from ``--source``. Prints the bits per byte of held-out text
+before and after each conversion is trained; for comparison, it also trains the original for as many more
+steps. Draws the recovery curves, and writes the models as Hugging Face folders. To resume after an
+interruption, run the same command again.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from attnlib.finetune.recipe import FINAL_RATE, Recipe
 from attnlib.finetune.state import Curve
 from attnlib.finetune.training import TrainingRun, train
 
-#                        hidden layers heads dim kv rank rope context batch steps rate; 0: see sizes()
+#                        hidden layers heads dim kv rank rope context batch steps rate; sizes() replaces zeros
 PRESETS = {
     "tiny": Preset(128, 3, 8, 16, 0, 0, 0, 128, 4, 2_500, 2e-3),
     "small": Preset(512, 8, 8, 64, 0, 0, 0, 512, 32, 2_000, 1e-3),
@@ -117,7 +118,7 @@ class Study(NamedTuple):
             return self.train(model, self.after, name=name, seed=self.seed + 1, teacher=teacher)
 
     def measure(self, name: str, model: Decoder, curve: Curve) -> Result:
-        """Return what the table shows of a model: its curve, cache bytes per token, and decoding speed."""
+        """Return the measurements of a model: training curve, cache bytes per token, and decoding speed."""
         stored = sum(layout.token_bytes for layout in model.kv_layouts())
         rate = decode_rate(model, self.corpus, self.preset.context) if len(curve) > 1 else None
         return Result(name, curve, stored, rate)
@@ -129,10 +130,10 @@ def speaker(model: Decoder) -> Speaker:
 
 
 def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[str, Decoder]]:
-    """Convert the original in every way, train the conversions in FOLDERS; return results and models by name.
+    """Apply every conversion to the original, and train those in FOLDERS; return results and models by name.
 
-    The yardstick is the original itself, trained further for as many steps on the same batches with the usual
-    language-model loss. It shows what these steps gain without a conversion.
+    For comparison, a copy of the original (the yardstick) is trained for as many steps on the same batches,
+    with the usual language-model loss. It shows what these steps gain without a conversion.
     """
     models = {"MHA, trained on": deepcopy(original)}
     [yardstick] = models

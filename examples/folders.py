@@ -22,14 +22,14 @@ from attnlib.convert.checkpoint.writing import write_file
 from attnlib.convert.latent.deepseek import deepseek_config
 from attnlib.convert.text.tokens import tokenizer_of
 
-# Module names of a Decoder and of Hugging Face, inside a block and outside. All other names are the same.
+# Hugging Face's names for the modules of a Decoder: inside a block, and outside. Other names are the same.
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
-TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # a folder needs only one of these
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # any one of these files is enough
 # For these keys of config.json, a Decoder supports only the value given here; a key may be missing.
 FIXED = {
     "model_type": "llama",
@@ -92,7 +92,7 @@ def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
 def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
     """Load every parameter; raise ValueError if the folder's names or shapes differ from the model's."""
     named = {their_name(name): (name, value) for name, value in model.named_parameters()}
-    # Older checkpoints also store the rotary frequencies and the output projection of tied embeddings.
+    # Older checkpoints also store the rotary frequencies and a tied output projection. We do not load them.
     spare = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
     spare |= {"lm_head.weight"} - named.keys()
     shapes = {name: tuple(value.shape) for name, (_, value) in named.items()}

@@ -109,7 +109,7 @@ class Terminal:
             self._write(prompts[0])
 
     def show(self, number: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the text with this number, and print what can be printed."""
+        """Append tokens to text ``number``; print a single text at once, and several texts line by line."""
         more = self._decoders[number].decode(bytes(tokens))
         more = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in more)
         if len(self._lines) == 1:

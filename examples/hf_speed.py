@@ -73,7 +73,7 @@ CASES = {
 
 
 def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """Make the same random model on sdpa and on attnlib, with shared weights."""
+    """Make a random model twice, with sdpa and with attnlib as its attention; both share their weights."""
     torch.manual_seed(0)
     config = case.config(
         **dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None
@@ -84,7 +84,7 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
     with torch.device("meta"):
         ours = _model(config, dtype, "attnlib")
     ours.load_state_dict(made["sdpa"].state_dict(), assign=True)
-    for name, x in made["sdpa"].named_buffers():  # the state dict lacks some buffers
+    for name, x in made["sdpa"].named_buffers():  # the state dict lacks some of them
         parent, _, last = name.rpartition(".")
         setattr(ours.get_submodule(parent), last, x)
     ours.model.rotary_emb = made["sdpa"].model.rotary_emb
@@ -182,7 +182,7 @@ class ByGraph:
 
 
 def _captured(step: Callable[[], Tensor], tokens: Tensor) -> torch.cuda.CUDAGraph:
-    """Capture ``step`` as a CUDA graph and replay it once; the warm-up before the capture is undone."""
+    """Warm up ``step``, restore ``tokens``, capture ``step`` as a CUDA graph, and replay the graph once."""
     before, stream = tokens.clone(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

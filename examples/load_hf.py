@@ -82,7 +82,7 @@ def _fill(
     for name, _ in model.named_parameters():
         if name not in weights:
             weights[name] = take(their_name(name))
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # tied, but may be stored
+    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()  # the file may store tied weights
     if extra := sorted(name for name in left - spare if not name.endswith("rotary_emb.inv_freq")):
         raise ValueError(f"{extra[0]}: a Decoder has no such weight")
     model.load_state_dict(weights, assign=True, strict=not config.tie_word_embeddings)

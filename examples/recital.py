@@ -1,9 +1,9 @@
 """A small model that memorizes a real text: the beginning of a module of Python's standard library.
 
 A byte model this small writes nothing sensible, and at temperature 0 it soon repeats one word. Real text
-shows better how forks share a prompt and how many guesses of a draft are right, so the model trains on one
-text until it can recite it. The text is ``bisect``, whose functions resemble each other: who has read the
-first one can guess parts of the next.
+shows better how forks share a prompt and how many guessed tokens are right, so the model trains on one text
+until it can recite it. The text is ``bisect``, whose functions resemble each other: a reader of the first one
+can guess parts of the next.
 """
 
 import bisect

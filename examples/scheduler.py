@@ -1,4 +1,4 @@
-"""A continuous-batching scheduler: which requests run in the next step of a decoder over one KVCache.
+"""A continuous-batching scheduler: it decides which requests a decoder over one KVCache runs in each step.
 
 The scheduler handles no tensors and no model. The prompt and the answer of a request form one sequence, of
 which the cache has stored the first tokens. A chunk of a prompt, a single new token, and the tokens that a
@@ -69,8 +69,8 @@ class Scheduler:
       So every request finishes, unless higher-priority requests keep arriving.
 
     ``cache`` must be empty, except for ``shared``: a stored prompt that all requests continue. The cache
-    needs as many ``max_sequences`` as pages, the same number of pages for every window, and sequences of at
-    most ``max_length`` tokens. ``budget`` is the largest number of tokens per step.
+    needs as many ``max_sequences`` as pages, the same number of pages in all layers, and sequences of at most
+    ``max_length`` tokens. ``budget`` is the largest number of tokens per step.
     """
 
     def __init__(self, cache: KVCache, *, max_length: int, budget: int, shared: Handle | None = None):
@@ -89,7 +89,7 @@ class Scheduler:
         self._submitted = 0
 
     def submit(self, request: Request) -> Stream:
-        """Add a request to the waiting ones.
+        """Add a request to those that wait, and return its stream.
 
         Raises:
             ValueError: the request has no prompt, asks for no tokens, or would not fit even on its own.

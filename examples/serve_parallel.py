@@ -84,7 +84,7 @@ def decode(
     mesh: DeviceMesh | None = None,
     given: Tensor | None = None,
 ) -> Decoded:
-    """Decode with a cache, sharded over ``mesh`` if there is one: greedily, or along the ``given`` tokens.
+    """Decode greedily, or feed the ``given`` tokens instead; if there is a ``mesh``, shard the cache over it.
 
     Raises:
         SystemExit: the cache does not use the bytes that the formula predicts.

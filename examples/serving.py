@@ -69,19 +69,19 @@ def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, 
 
 
 def measure(scheduler: Scheduler, tokens: int) -> Sample:
-    """Measure the memory after a step that stored ``tokens``, before its streams advance.
+    """Measure the memory after a step of ``tokens`` tokens, before finished requests free their pages.
 
     Raises:
         SystemExit: the cache does not use exactly the pages that the sequences and the shared prompt need.
     """
     cache, live, waiting = scheduler.cache, scheduler.live, scheduler.waiting
     stored = [n for n in map(scheduler.stored, live) if n]
-    copied = scheduler.shared_length % cache.page_size  # tokens that every sequence copies
+    copied = scheduler.shared_length % cache.page_size  # shared tokens that each sequence copies
     held = -(-scheduler.shared_length // cache.page_size) + sum(map(scheduler.pages_for, stored))
     if cache.used_bytes != held * scheduler.page_bytes:
         formula = held * scheduler.page_bytes
         raise SystemExit(f"cache: expected {formula} bytes in use by formula, measured {cache.used_bytes}")
-    # These pages are left over when each live request has the pages that its tokens need so far.
+    # The pages that remain if each live request holds only the pages that its tokens need so far.
     free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)
     blocked = waiting and scheduler.pages_for(len(waiting[0].text)) <= free
     return Sample(
@@ -100,10 +100,10 @@ def first_fit(
 ) -> list[Sample]:
     """Simulate serving without pages: each request gets one contiguous extent of its maximum length.
 
-    Requests are placed in the order of their rank, each into the first hole that is large enough, and are
-    never preempted. A request takes as many steps as if it were alone: its prompt in chunks of ``budget``
-    tokens, then one step per new token. ``memory`` counts tokens, and so do the fields of the samples that
-    usually count bytes; ``filled`` is 0.
+    Requests are placed in order of priority, then arrival, each into the first hole that is large enough, and
+    are never preempted. A request takes as many steps as if it were alone: its prompt in chunks of ``budget``
+    tokens, then one step per new token. ``memory``, and ``used`` and ``external`` of the samples, count
+    tokens instead of bytes; ``filled`` is 0.
     """
     extents: list[tuple[int, int, int]] = []  # (begin, end, step that frees it), sorted by address
     samples, waiting, coming = [], [], list(enumerate(requests))

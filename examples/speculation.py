@@ -49,8 +49,8 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
 def look_up(text: bytes | bytearray, count: int) -> bytes:
     """Guess the next ``count`` tokens: find an earlier occurrence of the last tokens, and copy what followed.
 
-    The longest run of last tokens that occurred before is used. If too few tokens followed it, they are
-    repeated. The guess is empty if there is no earlier occurrence.
+    The longest match (up to LONGEST_MATCH tokens) is used. If fewer than ``count`` tokens followed it, these
+    tokens are repeated. The guess is empty if there is no earlier occurrence.
     """
     for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         at = text.rfind(text[-length:], 0, len(text) - 1)

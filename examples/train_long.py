@@ -65,7 +65,7 @@ def end() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Reference cycles inside torch keep gloo's threads alive; a process that exits before them aborts.
+    # Reference cycles in torch keep gloo's threads alive. If the process exits before them, it aborts.
     gc.collect()
 
 
@@ -110,7 +110,7 @@ def bits(model: Decoder, text: Tensor, group: int, groups: int, shared: ContextP
     """Return the mean bits per byte over the tokens that this rank holds of its group's sequences."""
     own = text.chunk(groups)[group]
     given, wanted = (shard(x, shared.mesh) for x in (own[:, :-1], own[:, 1:]))
-    logits = model(given).float()  # layers count positions in the whole sequence
+    logits = model(given).float()  # default positions: those in the whole sequence
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / math.log(2)
 
 
@@ -235,7 +235,7 @@ def run(options: argparse.Namespace) -> None:
     memory = f", at most {human(torch.cuda.max_memory_allocated())} on a GPU" if device == "cuda" else ""
     say(f"{rate:,.0f} tokens/s{memory}")
     if options.out is not None:
-        # lm_head.weight is tied to the embedding
+        # Leave out lm_head.weight, because it is tied to the embedding.
         weights = {name: x for name, x in get_model_state_dict(model).items() if name != "lm_head.weight"}
         dcp.save(
             weights, storage_writer=dcp.HuggingFaceStorageWriter(str(options.out), save_distributed=True)

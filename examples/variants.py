@@ -82,7 +82,7 @@ def _attention(variant: str, preset: Preset) -> nn.Module:
 
 def save(model: Decoder, variant: str, preset: Preset, path: Path) -> None:
     """Save the weights as safetensors, with the metadata from which :func:`load` rebuilds the model."""
-    # lm_head.weight is tied to the embedding
+    # Leave out lm_head.weight, because it is tied to the embedding.
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, path, metadata={"variant": variant, "preset": json.dumps(preset._asdict())})
 
