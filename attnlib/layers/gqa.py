@@ -224,8 +224,7 @@ class GroupedQueryAttention(nn.Module):
         )
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
         angles = angles_of(self.rope, x, given)
-        q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
-        share = self._share(q)
+        share, q = self._query(x, angles, None if self.temperature is None else positions_of(x, given))
         score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
         attention = attention_call(self, score, given, q.shape[-2], share)
         if isinstance(context, KVView):
@@ -259,16 +258,17 @@ class GroupedQueryAttention(nn.Module):
         """
         return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
 
-    def _share(self, q: Tensor) -> Share:
-        """Return which query heads this rank has, given the number of heads in its q ``[..., h, d]``."""
-        return share_of(self.q_proj, self.num_heads, q.shape[-2])
-
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""
+        return self._query(x, angles, positions)[1]
+
+    def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> tuple[Share, Tensor]:
+        """Return which query heads this rank has, and their queries."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = self._normed_and_rotated(self.q_norm, q, angles, self._share(q))
+        share = share_of(self.q_proj, self.num_heads, q.shape[-2])
+        q = self._normed_and_rotated(self.q_norm, q, angles, share)
         q = q if angles is None else scaled_head(q, self.rope.dim, self.q_gain)
-        return q if self.temperature is None else self.temperature.scaled(q, positions)
+        return share, q if self.temperature is None else self.temperature.scaled(q, positions)
 
     def key_value(
         self, x: Tensor, angles: Angles | None = None, share: Share = ALL_HEADS

@@ -75,11 +75,11 @@ def test_packed_sequences_over_pages(of_any_size, kv_heads, counts):
 
 def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
     layout = KVLayout.grouped(2, 128, dtype=torch.bfloat16)
-    assert kernel(store(layout, Sizes(LENGTHS, page_size=24)).call(1, 8)) == "decode"
-    assert kernel(store(layout, Sizes(LENGTHS, order="heads")).call(1, 8)) == "decode"
-    assert kernel(store(layout, Sizes(LENGTHS)).call(9, 8)) == "decode"
-    assert kernel(store(replace(layout, store=torch.int8), Sizes(LENGTHS)).call(1, 8)) == "decode"
-    assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)) == "decode"
+    assert kernel(store(layout, Sizes(LENGTHS, page_size=24)).call(1, 8)).startswith("decode ")
+    assert kernel(store(layout, Sizes(LENGTHS, order="heads")).call(1, 8)).startswith("decode ")
+    assert kernel(store(layout, Sizes(LENGTHS)).call(9, 8)).startswith("decode ")
+    assert kernel(store(replace(layout, store=torch.int8), Sizes(LENGTHS)).call(1, 8)).startswith("decode ")
+    assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)).startswith("decode ")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_stored_bytes_over_any_page(of_any_size, kv_heads, dtype, page_size, cou
 
 def test_a_small_cache_is_for_the_plain_kernel():
     layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16)
-    assert kernel(store(layout, Sizes((1000,))).call(1, 32)) == "decode"
+    assert kernel(store(layout, Sizes((1000,))).call(1, 32)).startswith("decode ")
 
 
 @pytest.mark.parametrize(("kv_heads", "stored"), [(1, None), (8, None), (8, torch.int8)], ids=str)

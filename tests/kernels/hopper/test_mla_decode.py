@@ -74,7 +74,7 @@ def test_stored_bytes_under_any_mask(dtype, counts, mask):
 def test_scales_between_16_bytes_are_for_the_plain_kernel(dtype):
     """Where a descriptor cannot load: a contiguous cache has an odd number of tokens here."""
     call = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=None)).call(1, 16)
-    assert kernel(call) == "decode"
+    assert kernel(call).startswith("decode ")
     assert_right(call)
 
 
@@ -96,7 +96,7 @@ def test_scales_of_any_size(dtype, sigma, heads):
 
 @pytest.mark.parametrize("page_size", [16, 24])
 def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
-    assert kernel(store(LATENT, Sizes(LENGTHS, page_size=page_size)).call(1, 128)) == "decode"
+    assert kernel(store(LATENT, Sizes(LENGTHS, page_size=page_size)).call(1, 128)).startswith("decode ")
 
 
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
