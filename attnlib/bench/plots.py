@@ -9,9 +9,9 @@ from .report import MISSING, Line, Table
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Plot a table over the number of tokens, as a PNG; ``where`` names the device, torch and the date.
+    """Plot a table against the number of tokens, as a PNG; ``where`` names the device, torch and the date.
 
-    The curve of attnlib is wide, so that it stays visible under another curve.
+    attnlib's curve is drawn wider, so that it stays visible under another curve.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -138,7 +138,7 @@ def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEn
 
 
 def listing(entries: Sequence[TableEntry]) -> str:
-    """Return the list of tables that the command prints, one table per line."""
+    """Return the help text that lists all tables: name, title and unit, one per line."""
     return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
 
 

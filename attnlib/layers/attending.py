@@ -72,7 +72,7 @@ class AttentionCall(NamedTuple):
 def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share) -> AttentionCall:
     """Return the common arguments for attention in a layer with ``heads`` query heads on this rank.
 
-    ``score`` has all score options of the layer except its score function.
+    ``score`` has the layer's score options; the layer's score function is added here.
 
     Raises:
         ValueError: a function reads head indices, and heads were sharded without ``parallelize_module``.

@@ -57,7 +57,7 @@ def _first_heads(view: KVView, share: Share) -> list[int] | None:
 
 
 def _indices(share: Share) -> list[int]:
-    """Return, for each rank in the mesh's order, which share of the heads it has, counted from 0."""
+    """Return the index of each rank's share of the heads, in the order of the mesh."""
     parts = [0]
     for dim, shared in enumerate(share.shares):
         size = share.mesh.size(dim)

@@ -22,13 +22,14 @@ RIDGE = 1e-10  # ridge relative to each channel's mean square, or ``eps ** 2`` o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A latent channel ``size * c`` that makes the latent norm divide by nearly the same number everywhere.
+    """A large extra latent channel that undoes MLA's latent norm, which the converted layer did not have.
 
-    ``row`` ``[m + 1]`` computes c, which is 1 or close to 1, from the inputs. The latent z and this channel
-    together have ``width`` channels, so the norm divides by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``. For
-    c = 1 the relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512 channels of mean square 1, and
-    ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two, so they cause no rounding.
-    ``weight_scale``, 0.7 to 1.5 times ``level``, is folded into the weights that follow the norm.
+    An RMS norm divides all channels of a token by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``, where z is
+    the latent and ``size * c`` the extra channel. ``row`` ``[m + 1]`` computes c, which is 1 or close to 1,
+    from the layer's inputs. As ``size`` is large, the divisor is almost the same for every token, and the
+    norm's weight cancels it. For c = 1 the relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512
+    channels of mean square 1, and ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two, so
+    they cause no rounding. ``weight_scale``, which is left over, is folded into the weights behind the norm.
     """
 
     row: Tensor

@@ -59,7 +59,7 @@ class Kind(ABC):
 
     @abstractmethod
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        """Convert a layer to this size; old and new weights have attnlib's parameter names."""
+        """Return the layer converted to ``size``. All weights have attnlib's parameter names."""
 
     def token_bytes(self, index: int, size: int) -> int:
         """Return the KV-cache bytes per token that layer ``index`` takes at this size."""

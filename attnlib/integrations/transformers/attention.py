@@ -19,7 +19,7 @@ from .pages import attention_to_pages, pages_of
 
 # transformers may pass these arguments, but attnlib does not support them: they must be None or False.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
-# Models pass these tensors to attention. attnlib may ignore each of them, for the reason given here.
+# attnlib ignores these arguments, because the model itself has applied them or uses them elsewhere.
 HARMLESS = MappingProxyType(
     {
         "num_items_in_batch": "the loss is divided by it",

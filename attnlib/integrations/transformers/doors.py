@@ -110,7 +110,7 @@ class RegisteredFunctions:
             ]
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Record a model's causal flags and the number of attention calls, before the first forward."""
+        """Prepare the check in :meth:`end`: note the attention calls made so far, and the causal flags."""
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))

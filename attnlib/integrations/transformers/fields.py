@@ -4,7 +4,7 @@ from typing import Any
 
 from .families import Family
 
-# These fields, in any family, concern parts of the model other than attention.
+# In every model family, these fields configure something other than attention.
 ELSEWHERE = frozenset({
     "activation_dropout", "activation_function", "apply_spec_augment", "architectures", "attnlib_layers",
     "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",

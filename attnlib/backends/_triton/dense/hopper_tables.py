@@ -232,7 +232,7 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
-    """Return the table for a version of Triton: the newest that is not above it, or else the oldest."""
+    """Return the table for a Triton version: the newest of its age or older, else the oldest table."""
     return tables[max((version for version in tables if version <= triton), default=min(tables))]
 
 

@@ -1,4 +1,4 @@
-"""Write mask and score functions in Triton's language, one line per step, without importing triton."""
+"""Generate the Triton source of mask and score functions, one line per step, without importing triton."""
 
 import math
 from collections.abc import Sequence

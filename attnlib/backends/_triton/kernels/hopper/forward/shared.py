@@ -15,7 +15,7 @@ from ...tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries per consumer
 POSTS: gl.constexpr = gl.constexpr(2)  # posts in shared memory: for the current and the next tile of queries
-WORDS: gl.constexpr = gl.constexpr(8)  # int32 words of a post, the description of one tile
+WORDS: gl.constexpr = gl.constexpr(8)  # int32 words that describe one tile
 
 
 class ForwardSizes(NamedTuple):

@@ -40,9 +40,10 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
 
 @gluon.jit
 def store_channels(acc, c, rows, split, results):
-    """Normalize the sums of channels ``c``, and write them to ``out`` or as partial results.
+    """Multiply the sums of channels ``c`` by each row's factor, and write the results.
 
-    ``rows`` is the result of :func:`finish`. A factor of 0 gives 0, even if sums are NaN or infinite.
+    ``rows`` is what :func:`finish` returned. Results go to ``out``, or into the buffer of partial results if
+    the sequence is split. Where the factor is 0 we write 0, even if the sum is NaN or infinite.
     """
     AXIS: gl.constexpr = len(acc.shape) - 1
     share, at, line, valid = rows
