@@ -1,9 +1,36 @@
-"""Attention layers that share one attention core, for training and for decoding with the same weights.
+"""Attention layers for PyTorch: MHA, GQA, MQA and MLA, which train and decode with the same weights.
 
-To read the code, start with ``masks/band.py`` (which keys a query sees) and ``functional.py`` (the attention
-functions). Continue with ``kv.py`` (how a cache stores tokens) and ``layers/gqa.py`` (a layer that uses all
-three). ``docs/tour.md`` follows a tensor through the library.
+Build a layer, and call it on ``x`` ``[batch, tokens, width]``. There is no default mask.
+
+>>> import torch
+>>> from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Rope
+>>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
+>>> x = torch.randn(1, 10, 512)
+>>> layer(x).shape
+torch.Size([1, 10, 512])
+
+Decode with the same layer over a paged cache, as many tokens in each step as you like:
+
+>>> cache = KVCache.paged([layer.kv_layout], pages=8, page_size=16, max_sequences=1)
+>>> (sequence,) = cache.admit()
+>>> with torch.no_grad():
+...     for tokens in x.split([9, 1], dim=1):
+...         with cache.step(tokens.shape[1]) as (kv,):
+...             y = layer(tokens, kv=kv)
+...     torch.testing.assert_close(y, layer(x)[:, -1:])
+
+Where to look next:
+
+- layers: MultiHeadAttention, GroupedQueryAttention, MultiQueryAttention, MultiHeadLatentAttention
+- functions: attention, varlen_attention, cached_attention, and explain, which says what a call runs on
+- masks and scores: CAUSAL, FULL, sliding, mask_mod, score_mod, and the modules masks and scores
+- caches: KVCache, KVLayout; checkpoints: load_pretrained, and the modules convert and integrations
+- planning: sizes; several GPUs: parallel; drop-in replacements of SDPA and flash-attn: compat
+
+``python -m attnlib --help`` lists the commands, and ``docs/quickstart.md`` goes on from here.
 """
+
+from types import MappingProxyType
 
 import torch
 
@@ -12,7 +39,7 @@ from . import packing as packing
 from . import scaling as scaling
 from . import scores as scores
 from .cache.kv_cache import KVCache, LayerCache
-from .cache.pages import CacheFullError, Handle
+from .cache.pages import CacheFullError, SequenceHandle
 from .dispatch.select import FLOP_FORMULAS, Explanation, SlowPathWarning
 from .dispatch.warnings import LayoutWarning
 from .fp8 import Fp8Inputs, quantize_fp8
@@ -25,7 +52,8 @@ from .functional import (
     varlen_attention,
     varlen_attention_with_lse,
 )
-from .integrations import load
+from .integrations import load_pretrained
+from .internal.renamed import module_getattr
 from .kv import KVLayout, KVView
 from .layers import (
     GroupedQueryAttention,
@@ -38,57 +66,64 @@ from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from .masks.function import MaskFunction
 from .merge import merge_states
 from .rope.rope import Angles, Rope, rotate
-from .rope.scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN
+from .rope.scaling import QueryTemperature
 from .scores import ScoreFunction, score_mod
-from .tracing.trace import FIRST_QUERY, TraceError
+from .tracing.trace import QUERY_OFFSET, TraceError
 
 __version__ = "0.1.0"
 
 # Operators whose outputs selective activation checkpointing should save: their size is linear in the number
 # of tokens, while recomputing them takes quadratic time.
-SAVE_OPS = tuple(
-    getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain")
+CHECKPOINT_SAVE_OPS = tuple(
+    getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_generic")
+)
+
+# Modules that are imported when they are first used
+_SUBMODULES = ("compat", "convert", "integrations", "parallel", "sizes")
+_RENAMED = MappingProxyType(
+    {
+        "FIRST_QUERY": "QUERY_OFFSET",
+        "Handle": "SequenceHandle",
+        "SAVE_OPS": "CHECKPOINT_SAVE_OPS",
+        "Temperature": "QueryTemperature",
+        "load": "load_pretrained",
+    }
+    | {name: f"scaling.{new}" for name, new in scaling.RENAMED.items()}
 )
 
 __all__ = [
     "CAUSAL",
-    "FIRST_QUERY",
+    "CHECKPOINT_SAVE_OPS",
     "FLOP_FORMULAS",
     "FULL",
-    "NTK",
-    "SAVE_OPS",
+    "QUERY_OFFSET",
     "Angles",
     "CacheFullError",
-    "DynamicNTK",
     "Explanation",
     "Fp8Inputs",
     "GroupedQueryAttention",
-    "Handle",
     "KVCache",
     "KVLayout",
     "KVView",
     "LayerCache",
     "LayoutWarning",
-    "Llama3",
-    "LongRoPE",
     "Mask",
     "MaskFunction",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
-    "Proportional",
+    "QueryTemperature",
     "Rope",
     "ScoreFunction",
+    "SequenceHandle",
     "SlowPathWarning",
-    "Temperature",
     "TraceError",
-    "YaRN",
     "attention",
     "attention_with_lse",
     "cached_attention",
     "cached_attention_with_lse",
     "explain",
-    "load",
+    "load_pretrained",
     "mask_mod",
     "merge_states",
     "quantize_fp8",
@@ -99,3 +134,9 @@ __all__ = [
     "varlen_attention",
     "varlen_attention_with_lse",
 ]
+
+__getattr__ = module_getattr(__name__, _RENAMED, _SUBMODULES)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBMODULES, "masks", "packing", "scaling", "scores"])

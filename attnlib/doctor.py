@@ -81,8 +81,8 @@ def _explanations(device: str) -> Iterator[tuple[str, Explanation]]:
             cache = KVCache.paged([layout], pages=1, max_sequences=1, device=device)
             cache.admit()
             with cache.step(1) as (kv,):
-                q = torch.zeros(1, 1, 16, layout.dim + layout.tail, **options)
-                widths = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((2, 128), (2, 128))
+                q = torch.zeros(1, 1, 16, layout.dim + layout.rope_dim, **options)
+                widths = ((layout.dim,), (layout.rope_dim,)) if layout.is_latent else ((2, 128), (2, 128))
                 view = kv.append(*(torch.zeros(1, 1, *width, **options) for width in widths))
                 yield name, explain(cached_attention, q, view, mask=CAUSAL)
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .internal.checks import came, check_count
+from .internal.renamed import field_getattr
 from .internal.signatures import kind
 from .masks.band import AnyMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
-PLANES = ("k", "k_tail", "v", "k_scale", "v_scale")
+PLANES = ("k", "k_rope", "v", "k_scale", "v_scale")
 RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output and LSE
 
 
@@ -26,25 +27,27 @@ class KVLayout:
         heads: the number of KV heads, 1 for latent storage.
         dim: channels of a key, or the rank of a latent.
         value_dim: channels of a value, or the rank of a latent.
-        tail: channels of the shared rotary key of latent storage, 0 for grouped storage.
+        rope_dim: channels of the shared rotary key of latent storage, 0 for grouped storage.
         is_latent: True for latent storage.
         window: how many keys a query sees, its own included; a paged cache drops older pages. None retains
             all keys.
         dtype: the dtype of computation.
-        store: torch.int8 or torch.float8_e4m3fn to store everything except the tail in one byte per value,
-            with an fp32 scale per token and head. None stores values in ``dtype``.
-        keep_first: the number of first tokens that a window never drops.
+        storage_dtype: torch.int8 or torch.float8_e4m3fn to store everything except rotary keys in one byte
+            per value, with an fp32 scale per token and head. None stores values in ``dtype``.
+        first_tokens: the number of first tokens that a window never drops.
     """
 
     heads: int
     dim: int
     value_dim: int
-    tail: int
+    rope_dim: int
     is_latent: bool
     window: int | None
     dtype: torch.dtype
-    store: torch.dtype | None
-    keep_first: int = 0
+    storage_dtype: torch.dtype | None
+    first_tokens: int = 0
+
+    __getattr__ = field_getattr({"store": "storage_dtype", "tail": "rope_dim", "keep_first": "first_tokens"})
 
     @classmethod
     def grouped(
@@ -54,20 +57,19 @@ class KVLayout:
         value_dim: int | None = None,
         *,
         window: int | None = None,
-        keep_first: int = 0,
+        first_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
-        store: torch.dtype | None = None,
+        storage_dtype: torch.dtype | None = None,
     ) -> "KVLayout":
         """Return the layout of a key ``[heads, dim]`` and a value ``[heads, value_dim]`` for each token.
 
         Raises:
             ValueError: a size is not positive.
-            TypeError: a size is not an int; ``store`` is not None, int8 or float8_e4m3fn; or ``dtype`` is not
-                fp16, bf16, fp32 or fp64.
+            TypeError: a size is not an int; ``storage_dtype`` is not None, int8 or float8_e4m3fn; or
+                ``dtype`` is not fp16, bf16, fp32 or fp64.
         """
-        return cls(
-            heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store, keep_first
-        )
+        value_dim = dim if value_dim is None else value_dim
+        return cls(heads, dim, value_dim, 0, False, window, dtype, storage_dtype, first_tokens)
 
     @classmethod
     def latent(
@@ -76,9 +78,9 @@ class KVLayout:
         rope_dim: int,
         *,
         window: int | None = None,
-        keep_first: int = 0,
+        first_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
-        store: torch.dtype | None = None,
+        storage_dtype: torch.dtype | None = None,
     ) -> "KVLayout":
         """Return the layout of MLA: a latent ``[1, rank]``, read as both key and value, and a rotary key.
 
@@ -87,28 +89,29 @@ class KVLayout:
         Raises:
             ValueError, TypeError: as :meth:`grouped`.
         """
-        return cls(1, rank, rank, rope_dim, True, window, dtype, store, keep_first)
+        return cls(1, rank, rank, rope_dim, True, window, dtype, storage_dtype, first_tokens)
 
     def __post_init__(self) -> None:
-        arguments = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
-        for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
+        arguments = {"dim": "rank", "value_dim": "rank"} if self.is_latent else {}
+        for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("rope_dim", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
-        check_count("keep_first", self.keep_first)
+        check_count("first_tokens", self.first_tokens)
         if self.window is not None:
             check_count("window", self.window, least=1)
-        elif self.keep_first:
+        elif self.first_tokens:
             raise ValueError(
-                f"keep_first: expected 0 without a window, since all is kept then, got {self.keep_first}"
+                f"first_tokens: expected 0 without a window, since all is kept then, got {self.first_tokens}"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
-        if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
-            raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
+        stored = self.storage_dtype
+        if stored is not None and (not isinstance(stored, torch.dtype) or stored not in STORES):
+            raise TypeError(f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {stored}")
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """The window, or ``(window, keep_first)``; layers with an equal result share pages."""
-        return (self.window, self.keep_first) if self.keep_first else self.window
+        """The window, or ``(window, first_tokens)``; layers with an equal result share pages."""
+        return (self.window, self.first_tokens) if self.first_tokens else self.window
 
     def check_reach(self, mask: AnyMask) -> None:
         """Raise ValueError if a mask shows keys that a cache of this layout drops."""
@@ -120,22 +123,22 @@ class KVLayout:
             raise ValueError(
                 f"mask: it reaches back {reach}, and the cache keeps a window of {self.window}; use sliding()"
             )
-        if kept.first > self.keep_first:
+        if kept.first > self.first_tokens:
             raise ValueError(
-                f"mask: it shows the first {kept.first} keys, and the cache keeps {self.keep_first} of them; "
-                f"make its layout with keep_first={kept.first}"
+                f"mask: it shows the first {kept.first} keys, and the cache keeps {self.first_tokens} of "
+                f"them; make its layout with first_tokens={kept.first}"
             )
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
         """Stored tensors, ``name -> (heads, width, dtype)``; width 0 (of scales) means no last dimension."""
-        main = self.store or self.dtype
+        main = self.storage_dtype or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
-        if self.tail:
-            planes["k_tail"] = (self.heads, self.tail, self.dtype)
+        if self.rope_dim:
+            planes["k_rope"] = (self.heads, self.rope_dim, self.dtype)
         if not self.is_latent:
             planes["v"] = (self.heads, self.value_dim, main)
-        if self.store is not None:
+        if self.storage_dtype is not None:
             planes["k_scale"] = (self.heads, 0, torch.float32)
             if not self.is_latent:
                 planes["v_scale"] = (self.heads, 0, torch.float32)
@@ -152,7 +155,7 @@ class KVLayout:
 class KVView:
     """The stored keys and values of a batch of sequences, in the form that kernels read.
 
-    The tensors ``k``, ``k_tail``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
+    The tensors ``k``, ``k_rope``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
     contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
     ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
     garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
@@ -179,7 +182,7 @@ class KVView:
     table: Tensor
     starts: Tensor
     lengths: Tensor
-    k_tail: Tensor | None = None
+    k_rope: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
@@ -189,6 +192,8 @@ class KVView:
     rope: str | None = None
     route: "Route | None" = None
     check: InitVar[bool] = True
+
+    __getattr__ = field_getattr({"k_tail": "k_rope"})
 
     def __post_init__(self, check: bool) -> None:
         if self.route is not None:
@@ -206,7 +211,7 @@ class KVView:
         (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
         if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
             raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
-        for name in ("k", "k_tail", "k_scale") if self.layout.is_latent else PLANES:
+        for name in ("k", "k_rope", "k_scale") if self.layout.is_latent else PLANES:
             x = getattr(self, name)
             if name in planes:
                 heads, width, dtype = planes[name]

@@ -1,10 +1,17 @@
 """Rope scaling rules, under the public name ``attnlib.scaling``."""
 
-from .rope import NTK as NTK
-from .rope import DynamicNTK as DynamicNTK
-from .rope import Linear as Linear
-from .rope import Llama3 as Llama3
-from .rope import LongRoPE as LongRoPE
-from .rope import Proportional as Proportional
-from .rope import Temperature as Temperature
-from .rope import YaRN as YaRN
+from types import MappingProxyType
+
+from .internal.renamed import module_getattr
+from .rope import DynamicNTKScaling as DynamicNTKScaling
+from .rope import LinearScaling as LinearScaling
+from .rope import Llama3Scaling as Llama3Scaling
+from .rope import LongRoPEScaling as LongRoPEScaling
+from .rope import NTKScaling as NTKScaling
+from .rope import ProportionalScaling as ProportionalScaling
+from .rope import YaRNScaling as YaRNScaling
+
+_RULES = ("DynamicNTK", "Linear", "Llama3", "LongRoPE", "NTK", "Proportional", "YaRN")
+RENAMED = MappingProxyType({name: f"{name}Scaling" for name in _RULES})
+
+__getattr__ = module_getattr(__name__, RENAMED)

@@ -13,7 +13,7 @@ from .internal.checks import NO_SIZES, check_dims, is_strided, refuse_tensor, va
 from .internal.signatures import kind, leading_to
 from .tracing.evaluation import evaluated
 from .tracing.program import SCORED, Program, constant
-from .tracing.trace import FIRST_QUERY, FirstQuery, traced
+from .tracing.trace import QUERY_OFFSET, FirstQuery, traced
 
 FP32 = torch.finfo(torch.float32)
 
@@ -164,7 +164,7 @@ def bias_tensor(bias: Tensor) -> ScoreFunction:
         return score + bias[at]
 
     dims = "".join(dim if several else "1" for dim, several in zip("bhst", which, strict=True))
-    return replace(score_mod(add, FIRST_QUERY, bias), dims=(dims,))
+    return replace(score_mod(add, QUERY_OFFSET, bias), dims=(dims,))
 
 
 @kind

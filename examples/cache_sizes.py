@@ -20,7 +20,7 @@ def check(variant: Model, setting: Setting) -> int:
     Raises:
         SystemExit: at some context length, the cache does not use the bytes that the formula predicts.
     """
-    layouts = variant.layouts(dtype=setting.dtype, store=setting.store)
+    layouts = variant.layouts(dtype=setting.dtype, storage_dtype=setting.storage_dtype)
     batch, size = min(setting.batches), setting.page_size
     pages = batch * -(-max(setting.contexts) // size)
     cache = KVCache.paged(layouts, pages=pages, page_size=size, max_sequences=batch, device="meta")

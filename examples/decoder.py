@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlib import Angles, KVLayout, shared_angles
-from attnlib.cache.kv_cache import LayerCache
+from attnlib import Angles, KVLayout, LayerCache, shared_angles
 
 
 class SwiGLU(nn.Module):
@@ -42,9 +41,9 @@ class Block(nn.Module):
         self.mlp = SwiGLU(hidden_size, mlp_size)
 
     def forward(
-        self, x: Tensor, *, kv: LayerCache | None, positions: Angles | None, cu_seqlens: Tensor | None
+        self, x: Tensor, *, kv: LayerCache | None, angles: Angles | None, cu_seqlens: Tensor | None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), kv=kv, positions=positions, cu_seqlens=cu_seqlens)
+        x = x + self.attention(self.attention_norm(x), kv=kv, angles=angles, cu_seqlens=cu_seqlens)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -93,19 +92,18 @@ class Decoder(nn.Module):
         tokens: Tensor,
         *,
         caches: Sequence[LayerCache] | None = None,
-        positions: Tensor | Angles | None = None,
+        positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Return the logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
 
-        Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]``
-        or precomputed Angles) default to the cache's positions, or without a cache to each token's index in
-        its sequence.
+        Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]`` or
+        ``[t]``) default to the cache's positions, or without a cache to each token's index in its sequence.
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]
         angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens)
         for i, block in enumerate(self.blocks):
             kv = None if caches is None else caches[i]
-            x = block(x, kv=kv, positions=angles[i], cu_seqlens=cu_seqlens)
+            x = block(x, kv=kv, angles=angles[i], cu_seqlens=cu_seqlens)
         return self.lm_head(self.norm(x))

@@ -13,7 +13,7 @@ from decoder import Decoder
 from torch import Tensor
 
 from attnlib import KVCache
-from attnlib.cache.pages import Handle
+from attnlib.cache.pages import SequenceHandle
 
 # Two tokens are tied if their logits differ by less than this fraction of the largest logit. Decoding with
 # and without a cache sums in different orders, so rounding may decide such ties differently.
@@ -36,7 +36,7 @@ def paged_cache(
 
 
 @torch.no_grad()
-def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[list[Handle], Tensor]:
+def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[list[SequenceHandle], Tensor]:
     """Store prompts of any lengths in one packed step; return their handles and logits ``[n, vocab]``.
 
     The logits are those after the last token of each prompt.
@@ -51,7 +51,13 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[
 
 @torch.no_grad()
 def stream(
-    model: Decoder, cache: KVCache, handles: Sequence[Handle], logits: Tensor, *, choose: Callable, steps: int
+    model: Decoder,
+    cache: KVCache,
+    handles: Sequence[SequenceHandle],
+    logits: Tensor,
+    *,
+    choose: Callable,
+    steps: int,
 ) -> Iterator[Tensor]:
     """Yield the next tokens ``[n]`` of the sequences, ``steps`` times.
 

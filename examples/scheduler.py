@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnlib import KVCache
-from attnlib.cache.pages import Handle
+from attnlib.cache.pages import SequenceHandle
 from attnlib.sizes import cache_bytes
 
 
@@ -38,7 +38,7 @@ class Stream:
     request: Request
     number: int
     text: list[int]
-    handle: Handle | None = None
+    handle: SequenceHandle | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Scheduler:
     ``max_length`` tokens. ``budget`` is the largest number of tokens per step.
     """
 
-    def __init__(self, cache: KVCache, *, max_length: int, budget: int, shared: Handle | None = None):
+    def __init__(self, cache: KVCache, *, max_length: int, budget: int, shared: SequenceHandle | None = None):
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token a step, got {budget}")
         self.cache = cache

@@ -82,7 +82,7 @@ def seen_by_layers(model: Decoder, batches: Sequence[Tensor]) -> list[Calibratio
 
 
 def _run(block: Block, x: Tensor) -> Tensor:
-    return block(x, kv=None, positions=None, cu_seqlens=None)
+    return block(x, kv=None, angles=None, cu_seqlens=None)
 
 
 def student(model: Decoder, convert: Convert, calibrations: Sequence[Calibration]) -> Decoder:

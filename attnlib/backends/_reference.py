@@ -192,4 +192,4 @@ def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor
         return torch.cat((x.new_zeros(start, *x.shape[1:]), x))
 
     k, v = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
-    return (k if kv.k_tail is None else torch.cat((k, read(kv.k_tail)), -1)), v
+    return (k if kv.k_rope is None else torch.cat((k, read(kv.k_rope)), -1)), v

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .operators import Arguments, CachedArguments
 
-BACKENDS = ("torch", "triton", "triton_plain")  # the backends that register operators
+BACKENDS = ("torch", "triton", "triton_generic")  # the backends that register operators
 
 
 def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..., int]:

@@ -67,7 +67,7 @@ class CachedArguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor | None
-    k_tail: Tensor | None
+    k_rope: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     table: Tensor
@@ -148,7 +148,7 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     q_descale = None if call.descales is None else call.descales.q_descale
     return CachedArguments(
-        q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q,
+        q, kv.k, v, kv.k_rope, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q,
         schedule, score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale,
         captured, mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size, *programs,
     )  # fmt: skip

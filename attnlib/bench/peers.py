@@ -59,10 +59,10 @@ def flashinfer(layout: KVLayout, q: Tensor, keys: Sequence[Tensor]) -> Callable[
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q.device)
     heads, dtypes = q.shape[1], {"q_data_type": q.dtype, "kv_data_type": q.dtype}
     if layout.is_latent:
-        split = [x.contiguous() for x in q.split((layout.dim, layout.tail), -1)]
+        split = [x.contiguous() for x in q.split((layout.dim, layout.rope_dim), -1)]
         lengths = torch.full_like(starts[1:], tokens)
         latent = BatchMLAPagedAttentionWrapper(workspace)
-        sizes = heads, layout.dim, layout.tail, size
+        sizes = heads, layout.dim, layout.rope_dim, size
         latent.plan(
             sequences, starts, table, lengths, *sizes, causal=False, sm_scale=q.shape[-1] ** -0.5, **dtypes
         )

@@ -90,7 +90,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         angles = self.layers[0].rope.angles(caches[0].positions)
         for layer, kv in zip(self.layers, caches, strict=True):
-            x = x + layer(x, kv=kv, positions=angles)
+            x = x + layer(x, kv=kv, angles=angles)
         return x
 
 
@@ -189,7 +189,7 @@ def forms(place: Target, case: LatentLayer) -> Cells:
 def _append_random(place: Target, kv, rope: Rope) -> None:
     """Append random keys and values to the cache for this step, with keys rotated by the layer's rope."""
     layout, rows = kv.layout, kv.positions.shape
-    sizes = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
+    sizes = ((layout.dim,), (layout.rope_dim,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
     keys = [_random(place, layout.dtype, *rows, *size) for size in sizes]
     kv.append(*keys, angles=rope.angles(kv.positions))
 

@@ -41,9 +41,9 @@ class Decoding(NamedTuple):
         def random(*size: int) -> Tensor:
             return torch.randn(*size, device=device, dtype=layout.dtype, generator=source)
 
-        q = random(self.batch, 1, self.heads, layout.dim + layout.tail)
+        q = random(self.batch, 1, self.heads, layout.dim + layout.rope_dim)
         rows, heads = (self.batch, self.tokens), () if layout.is_latent else (layout.heads,)
-        widths = (layout.dim, layout.tail if layout.is_latent else layout.value_dim)
+        widths = (layout.dim, layout.rope_dim if layout.is_latent else layout.value_dim)
         return q, *(random(*rows, *heads, width) for width in widths)
 
 
@@ -106,7 +106,7 @@ def stored(
     mesh: DeviceMesh | None = None,
 ) -> KVView:
     """Store ``keys`` in a new cache, and return its view for a step with one query per sequence."""
-    layout, device = replace(case.layout, store=store), keys[0].device
+    layout, device = replace(case.layout, storage_dtype=store), keys[0].device
     cache = cache_for(
         [layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant
     )

@@ -22,7 +22,7 @@ from .options import (
     pages_for,
     stored_as,
 )
-from .pages import Handle, StepPlan, Window
+from .pages import SequenceHandle, StepPlan, Window
 from .prefixes.buffers import SharedPrefixes
 from .sequences import Freed, Request, Sequences
 from .sharded.buffers import Sharding
@@ -118,13 +118,13 @@ class KVCache:
         Args:
             layouts: for each layer, the layout of the keys and values of one token.
             pages: the page count of every window class, or a mapping from window class to count. The class of
-                a layout is None, its window, or ``(window, keep_first)``.
+                a layout is None, its window, or ``(window, first_tokens)``.
             page_size: tokens per page.
             max_sequences: the largest number of live sequences at a time.
             max_length: the largest length of a sequence, which sets the width of the page table. With None,
                 one sequence may take all pages.
-            storage_dtype: int8 or float8_e4m3fn, in which layers without a ``store`` in their layout store
-                keys and values.
+            storage_dtype: int8 or float8_e4m3fn, for keys and values in all layers whose layout has no
+                ``storage_dtype`` itself.
             rollback: how many tokens behind a window to retain, for ``truncate`` and ``read``.
             shared_prefixes: the most prefix groups per step. The sequences of a group are neighbours
                 in the step, and attention reads the pages that they share once for the whole group. A run of
@@ -141,8 +141,8 @@ class KVCache:
             device: the device of all tensors; None means torch's default device.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has a ``store``
-                that differs from ``storage_dtype``; ``pages`` has other windows than the layouts; two of
+            ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has another
+                ``storage_dtype``; ``pages`` has other windows than the layouts; two of
                 ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are given; or the mesh has several
                 dimensions, or no layer that its ranks can share.
         """
@@ -158,7 +158,7 @@ class KVCache:
             options = options._replace(split_size=split_size_of(sequences.max_length))
         return cls(layouts, sequences, page_size, device, options)
 
-    def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
+    def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[SequenceHandle]:
         """Start ``n`` empty sequences, and return their handles.
 
         ``left_padding[i]`` is the number of padding tokens at the start of the i-th sequence. Padding is
@@ -175,7 +175,7 @@ class KVCache:
     @contextmanager
     @kind
     def step(
-        self, tokens: int | Mapping[Handle, int], *, replay: bool = False
+        self, tokens: int | Mapping[SequenceHandle, int], *, replay: bool = False
     ) -> Iterator[Sequence[LayerCache]]:
         """Append tokens as a transaction: commit it on clean exit, undo it on an exception.
 
@@ -213,7 +213,7 @@ class KVCache:
 
     @contextmanager
     @kind
-    def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
+    def read(self, tokens: int | Mapping[SequenceHandle, int]) -> Iterator[Sequence[LayerCache]]:
         """Attend to the stored tokens without appending, as cross-attention does.
 
         ``tokens`` is given as in :meth:`step`, but counts queries. The queries get the positions of the last
@@ -233,7 +233,7 @@ class KVCache:
         finally:
             self._close()
 
-    def fork(self, handle: Handle, n: int = 1) -> list[Handle]:
+    def fork(self, handle: SequenceHandle, n: int = 1) -> list[SequenceHandle]:
         """Start ``n`` sequences that share all tokens of ``handle``; a shared page is copied before a write.
 
         Raises:
@@ -244,7 +244,7 @@ class KVCache:
         self._refuse_inside("fork")
         return self._sequences.fork(handle, n)
 
-    def truncate(self, handle: Handle, length: int) -> None:
+    def truncate(self, handle: SequenceHandle, length: int) -> None:
         """Forget all tokens from ``length`` on (speculative rollback).
 
         Raises:
@@ -256,7 +256,7 @@ class KVCache:
         self._refuse_inside("truncate")
         self._poison(self._sequences.truncate(handle, length))
 
-    def release(self, *handles: Handle) -> None:
+    def release(self, *handles: SequenceHandle) -> None:
         """End sequences, and free the pages that only they used.
 
         Raises:
@@ -267,7 +267,7 @@ class KVCache:
         self._refuse_inside("release")
         self._poison(self._sequences.release(handles))
 
-    def save(self, handle: Handle, path: str | os.PathLike[str]) -> None:
+    def save(self, handle: SequenceHandle, path: str | os.PathLike[str]) -> None:
         """Save the tokens of a sequence, without left padding, to a safetensors file, atomically.
 
         Raises:
@@ -280,7 +280,7 @@ class KVCache:
         self._check_whole("save")
         saved.save(Path(path), self._layers, self._sequences, handle)
 
-    def load(self, path: str | os.PathLike[str]) -> Handle:
+    def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
         """Start a sequence with the tokens that :meth:`save` wrote, bit for bit.
 
         The cache may have another page size and capacity than the one that saved the file.
@@ -296,7 +296,7 @@ class KVCache:
         self._check_whole("load")
         return saved.load(Path(path), self, self._sequences)
 
-    def length(self, handle: Handle) -> int:
+    def length(self, handle: SequenceHandle) -> int:
         """Return the number of stored tokens of a sequence, left padding included."""
         return self._sequences.holding(handle).length
 

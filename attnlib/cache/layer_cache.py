@@ -60,8 +60,8 @@ class LayerCache:
 
         ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``. If ``angles`` are given, they rotate ``k``. For
         latent storage, ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]``, and ``angles`` rotate
-        ``k_rope``, which is None if the layout has no tail. A second call in the same step overwrites the
-        tokens. Under ``torch.autocast``, k and v are cast to the layout's dtype.
+        ``k_rope``, which is None if the layout has ``rope_dim=0``. A second call in the same step overwrites
+        the tokens. Under ``torch.autocast``, k and v are cast to the layout's dtype.
 
         Raises:
             RuntimeError: outside a step, in a ``read``, or with another rotary convention than in the first
@@ -86,9 +86,9 @@ class LayerCache:
         layout = self.layout
         if layout.is_latent:
             new_k = self._fit("latent", k, (layout.dim,))
-            if (v is None) != (layout.tail == 0):
+            if (v is None) != (layout.rope_dim == 0):
                 raise ValueError(_rope_key_error(layout, v))
-            new_v = None if v is None else self._fit("k_rope", v, (layout.tail,))
+            new_v = None if v is None else self._fit("k_rope", v, (layout.rope_dim,))
         else:
             new_k = self._fit("k", k, (layout.heads, layout.dim))
             new_v = self._fit("v", v, (layout.heads, layout.value_dim))
@@ -227,5 +227,5 @@ def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...])
 
 def _rope_key_error(layout: KVLayout, k_rope: Tensor | None) -> str:
     if k_rope is None:
-        return f"k_rope: expected the shared rotary key [..., p={layout.tail}], got None"
+        return f"k_rope: expected the shared rotary key [..., p={layout.rope_dim}], got None"
     return f"k_rope: expected None, since the layout has rope_dim=0, got {tuple(k_rope.shape)}"

@@ -62,11 +62,11 @@ def check_options(
 
 
 def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) -> tuple[KVLayout, ...]:
-    """Return the layouts, with ``storage_dtype`` as the ``store`` of those that have none.
+    """Return the layouts, with this storage dtype for those that have none.
 
     Raises:
         TypeError: ``storage_dtype`` is not None, int8 or float8_e4m3fn.
-        ValueError: a layout has another ``store`` than ``storage_dtype``.
+        ValueError: a layout has another storage dtype.
     """
     _windows(layouts)  # raises for objects that are not layouts
     if storage_dtype is None:
@@ -76,10 +76,10 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
             f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {storage_dtype}"
         )
     for index, layout in enumerate(layouts):
-        if layout.store not in (None, storage_dtype):
-            own = f"{layout.store} like layouts[{index}].store"
+        if layout.storage_dtype not in (None, storage_dtype):
+            own = f"{layout.storage_dtype} like layouts[{index}].storage_dtype"
             raise ValueError(f"storage_dtype: expected {own}, got {storage_dtype}; leave one of them out")
-    return tuple(replace(layout, store=storage_dtype) for layout in layouts)
+    return tuple(replace(layout, storage_dtype=storage_dtype) for layout in layouts)
 
 
 def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:
@@ -129,14 +129,14 @@ def pages_for(
     lengths: Sequence[int],
     *,
     page_size: int = 64,
-    most: int | None = None,
+    max_step_tokens: int | None = None,
     rollback: int = 0,
     ranks: int = 1,
 ) -> dict[Window, int]:
     """Return the pages that sequences of these ``lengths`` need, as the ``pages=`` of :meth:`KVCache.paged`.
 
     A layer with a window retains the keys within the window and, during a step, the keys of all new tokens.
-    A sequence gets at most ``most`` tokens per step. ``most=None`` means that a prompt arrives in one step,
+    A sequence gets at most ``max_step_tokens`` tokens per step. None means that a prompt arrives in one step,
     which needs as many pages as without a window. If all layers have windows, pass ``max_length=`` to the
     cache as well; otherwise the page count limits the length of a sequence. ``ranks`` is the number of ranks
     of the cache's ``mesh``; the result counts the pages of each rank.
@@ -144,7 +144,7 @@ def pages_for(
     >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
     >>> KVCache.pages_for(layouts, [100, 50], page_size=16)
     {None: 11, 16: 11}
-    >>> KVCache.pages_for(layouts, [100, 50], page_size=16, most=16)
+    >>> KVCache.pages_for(layouts, [100, 50], page_size=16, max_step_tokens=16)
     {None: 11, 16: 6}
 
     Raises:
@@ -153,8 +153,8 @@ def pages_for(
     check_count("page_size", page_size, least=1)
     check_count("rollback", rollback)
     check_count("ranks", ranks, least=1)
-    if most is not None:
-        check_count("most", most, least=1)
+    if max_step_tokens is not None:
+        check_count("max_step_tokens", max_step_tokens, least=1)
     for length in lengths:
         check_count("lengths", length)
     found = dict.fromkeys(_windows(layouts), 0)
@@ -162,9 +162,9 @@ def pages_for(
         reach, first = window if isinstance(window, tuple) else (window, 0)
         for length in lengths:
             pages = -(-length // tokens_of(window, page_size, ranks))
-            if reach is not None and most is not None:
+            if reach is not None and max_step_tokens is not None:
                 # The oldest key may be the last of its page, and the newest one the first of its page.
-                tokens = reach - 1 + rollback + min(most, length) + 2 * (page_size - 1)
+                tokens = reach - 1 + rollback + min(max_step_tokens, length) + 2 * (page_size - 1)
                 pages = min(pages, tokens // page_size + -(-first // page_size))
             found[window] += pages
     return {window: max(1, count) for window, count in found.items()}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..internal.signatures import leading_to
 
 # Layers of one window class share a page allocator. The class of a layer is None without a window; otherwise
-# it is the window, or (window, keep_first).
+# it is the window, or (window, first_tokens).
 Window = int | None | tuple[int, int]
 
 
@@ -17,7 +17,7 @@ class CacheFullError(RuntimeError):
 
 
 @leading_to("cache.admit(n) gives them")
-class Handle:
+class SequenceHandle:
     """One sequence of a cache. Handles are compared by identity, so a cache rejects those of another one."""
 
     __slots__ = ()
@@ -26,7 +26,7 @@ class Handle:
         pass
 
     def __repr__(self) -> str:
-        return f"Handle({id(self):#x}, a sequence of a KVCache)"
+        return f"SequenceHandle({id(self):#x}, a sequence of a KVCache)"
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Holding:
         dropped: the number of leading pages that the window has dropped, or moved to ``first``.
         pages: the pages of the tokens ``[dropped * page_size, length)``. In a step, they also include pages
             for the step's tokens.
-        first: the pages of the first tokens, which a window with ``keep_first`` never drops.
+        first: the pages of the first tokens, which a window with ``first_tokens`` never drops.
         missing: in a sequence loaded from a file, ``pages`` has no tokens before this one.
     """
 
@@ -59,7 +59,7 @@ class Grant(NamedTuple):
     ``source`` is the shared page that it replaces (copy-on-write), or None.
     """
 
-    handle: Handle
+    handle: SequenceHandle
     index: int
     page: int
     source: int | None
@@ -68,7 +68,7 @@ class Grant(NamedTuple):
 class StepPlan(NamedTuple):
     """The reservation of one step: its tokens, and the granted pages in order."""
 
-    tokens: Mapping[Handle, int]
+    tokens: Mapping[SequenceHandle, int]
     grants: Sequence[Grant]
 
     @property
@@ -86,19 +86,25 @@ class PageAllocator:
     """
 
     def __init__(
-        self, pages: int, page_size: int, *, window: int | None = None, keep_first: int = 0, rollback: int = 0
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        window: int | None = None,
+        first_tokens: int = 0,
+        rollback: int = 0,
     ):
         self.total = pages
         self.page_size = page_size
         self.window = window
-        self.keep_first = keep_first
+        self.first_tokens = first_tokens
         self.rollback = rollback
         self._free = list(reversed(range(pages)))  # a stack: its last page is used next, at first page 0
         self._owners = [0] * pages
-        self._holdings: dict[Handle, Holding] = {}
+        self._holdings: dict[SequenceHandle, Holding] = {}
 
     @property
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[SequenceHandle]:
         """The live sequences in the order they were admitted."""
         return list(self._holdings)
 
@@ -107,15 +113,17 @@ class PageAllocator:
         """The number of pages in use; a shared page counts once."""
         return self.total - len(self._free)
 
-    def holding(self, handle: Handle) -> Holding:
+    def holding(self, handle: SequenceHandle) -> Holding:
         """Return the pages, length and padding of a sequence; the caller must not change the result.
 
         Raises:
             ValueError: the handle was released, or belongs to another cache.
-            TypeError: ``handle`` is not a Handle.
+            TypeError: ``handle`` is not a SequenceHandle.
         """
-        if not isinstance(handle, Handle):
-            raise TypeError(f"handle: expected a Handle from admit() or fork(), got {type(handle).__name__}")
+        if not isinstance(handle, SequenceHandle):
+            raise TypeError(
+                f"handle: expected a SequenceHandle from admit() or fork(), got {type(handle).__name__}"
+            )
         holding = self._holdings.get(handle)
         if holding is None:
             raise ValueError(
@@ -123,11 +131,11 @@ class PageAllocator:
             )
         return holding
 
-    def holdings(self, handles: Iterable[Handle]) -> list[Holding]:
+    def holdings(self, handles: Iterable[SequenceHandle]) -> list[Holding]:
         """Return the pages, lengths and padding of live sequences; the caller must not change them."""
         return [self._holdings[handle] for handle in handles]
 
-    def reserve(self, tokens: Mapping[Handle, int]) -> StepPlan:
+    def reserve(self, tokens: Mapping[SequenceHandle, int]) -> StepPlan:
         """Reserve the pages that a step's tokens need, including copies of shared pages.
 
         Raises:
@@ -147,7 +155,7 @@ class PageAllocator:
                 holding.pages[index - holding.dropped] = page
         return StepPlan(tokens, grants)
 
-    def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
+    def _needs(self, tokens: Mapping[SequenceHandle, int]) -> list[tuple[SequenceHandle, int, int | None]]:
         """Return the needed pages as ``(handle, index, source)``: a :class:`Grant` without ``page``."""
         size, needs = self.page_size, []
         in_place = self._writers_in_place(tokens)
@@ -164,13 +172,13 @@ class PageAllocator:
                 needs.extend((handle, index, None) for index in range(end, -(-(holding.length + n) // size)))
         return needs
 
-    def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
+    def _writers_in_place(self, tokens: Mapping[SequenceHandle, int]) -> dict[int, SequenceHandle]:
         """For each shared page that all of its owners write to, return the owner that keeps the original.
 
         This owner is the longest sequence. It writes beyond the tokens of all other owners, so the page can
         be shared again after a failed step.
         """
-        writers: dict[int, list[Handle]] = {}
+        writers: dict[int, list[SequenceHandle]] = {}
         for handle, n in tokens.items():
             holding = self._holdings[handle]
             if n and holding.length % self.page_size and self._owners[holding.pages[-1]] > 1:
@@ -190,7 +198,7 @@ class PageAllocator:
             f"release() a sequence or make the cache larger{parts}"
         )
 
-    def slots(self, tokens: Mapping[Handle, int]) -> "array[int]":
+    def slots(self, tokens: Mapping[SequenceHandle, int]) -> "array[int]":
         """Return where to write the reserved tokens: a slot ``page * page_size + offset`` for each."""
         size, slots = self.page_size, array("q")
         for handle, n in tokens.items():
@@ -221,12 +229,12 @@ class PageAllocator:
                 first_visible = max(0, holding.length - self.window + 1 - self.rollback)
                 count = first_visible // self.page_size - holding.dropped
                 if count > 0:
-                    kept = min(count, max(0, -(-self.keep_first // self.page_size) - holding.dropped))
+                    kept = min(count, max(0, -(-self.first_tokens // self.page_size) - holding.dropped))
                     holding.first += holding.pages[:kept]
                     freed += self._disown(holding.pages[kept:count])
                     del holding.pages[:count]
                     holding.dropped += count
-                    if not self.keep_first:
+                    if not self.first_tokens:
                         holding.start = self._from(holding)
         return freed
 
@@ -247,24 +255,24 @@ class PageAllocator:
                 holding.pages[index - holding.dropped] = source
         return [grant.page for grant in plan.grants]
 
-    def admit(self, handle: Handle, *, padding: int = 0) -> None:
+    def admit(self, handle: SequenceHandle, *, padding: int = 0) -> None:
         """Start an empty sequence; its first ``padding`` tokens will never be visible."""
         self._holdings[handle] = Holding(padding, padding)
 
-    def fork(self, handle: Handle, child: Handle) -> None:
+    def fork(self, handle: SequenceHandle, child: SequenceHandle) -> None:
         """Start ``child`` as a copy of ``handle`` that shares all of its pages."""
         of = self.holding(handle)
         for page in (*of.first, *of.pages):
             self._owners[page] += 1
         self._holdings[child] = replace(of, pages=list(of.pages), first=list(of.first))
 
-    def shortest(self, handle: Handle) -> int:
+    def shortest(self, handle: SequenceHandle) -> int:
         """Return the shortest length at which the pages still hold every key in the next query's window."""
         holding = self.holding(handle)
         first = max(holding.dropped * self.page_size, holding.missing)
         return first + self.window - 1 if first else 0
 
-    def check_truncate(self, handle: Handle, length: int) -> None:
+    def check_truncate(self, handle: SequenceHandle, length: int) -> None:
         """Raise as :meth:`truncate` would, without changing anything."""
         holding, shortest = self.holding(handle), self.shortest(handle)
         if not 0 <= length <= holding.length:
@@ -278,7 +286,7 @@ class PageAllocator:
                 "a larger rollback="
             )
 
-    def check_read(self, tokens: Mapping[Handle, int]) -> None:
+    def check_read(self, tokens: Mapping[SequenceHandle, int]) -> None:
         """Check that the window has dropped no key that the queries, counted by ``tokens``, can see.
 
         Raises:
@@ -293,7 +301,7 @@ class PageAllocator:
                     f"be queries again, got {n}; construct the cache with a larger rollback="
                 )
 
-    def truncate(self, handle: Handle, length: int) -> Sequence[int]:
+    def truncate(self, handle: SequenceHandle, length: int) -> Sequence[int]:
         """Forget all tokens from ``length`` on, and return the pages that became free.
 
         Raises:
@@ -308,7 +316,7 @@ class PageAllocator:
         holding.length = length
         return freed
 
-    def release(self, handle: Handle) -> Sequence[int]:
+    def release(self, handle: SequenceHandle) -> Sequence[int]:
         """End a sequence, and return the pages that became free."""
         holding = self.holding(handle)
         freed = self._disown((*holding.first, *holding.pages))

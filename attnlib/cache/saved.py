@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +20,14 @@ from ..internal.checks import INT32
 from ..internal.files import write_tensors
 from ..kv import KVLayout
 from .layer_cache import LayerCache
-from .pages import Handle, Holding
+from .pages import Holding, SequenceHandle
 from .sequences import Sequences
 
 FORMAT = "attnlib sequence 1"
+# Fields of a layout and planes that have another name in a file than in the code
+FILE_NAMES = MappingProxyType(
+    {"storage_dtype": "store", "rope_dim": "tail", "first_tokens": "keep_first", "k_rope": "k_tail"}
+)
 
 
 class CacheAccess(Protocol):
@@ -31,9 +36,9 @@ class CacheAccess(Protocol):
     layouts: Sequence[KVLayout]
     page_size: int
 
-    def admit(self) -> list[Handle]: ...
-    def step(self, tokens: Mapping[Handle, int]) -> AbstractContextManager[Sequence[LayerCache]]: ...
-    def release(self, handle: Handle) -> None: ...
+    def admit(self) -> list[SequenceHandle]: ...
+    def step(self, tokens: Mapping[SequenceHandle, int]) -> AbstractContextManager[Sequence[LayerCache]]: ...
+    def release(self, handle: SequenceHandle) -> None: ...
 
 
 class SequenceFile(NamedTuple):
@@ -72,7 +77,7 @@ def tokens_of(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
     return numbers[there] - holding.padding, slots[there]
 
 
-def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle: Handle) -> None:
+def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle: SequenceHandle) -> None:
     """Write the tokens of a sequence to a file."""
     tensors, numbers, holdings = {}, {}, sequences.holdings(handle)
     for n, layer in enumerate(layers):
@@ -80,7 +85,7 @@ def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle:
         numbers[n], slots = tokens_of(holdings[window], sequences.allocators[window].page_size)
         tensors[f"{n}.numbers"] = numbers[n].int()
         for name, plane in layer.planes.items():
-            tensors[f"{n}.{name}"] = plane.flatten(0, 1)[slots.to(plane.device)].cpu()
+            tensors[f"{n}.{_in_file(name)}"] = plane.flatten(0, 1)[slots.to(plane.device)].cpu()
     first = next(iter(holdings.values()))
     metadata = {
         "format": FORMAT,
@@ -133,12 +138,12 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
     numbers = [_numbers(path, tensors.get(f"{n}.numbers"), length) for n in range(len(layouts))]
     planes = []
     for n, layout in enumerate(layouts):
-        planes.append({name: tensors.get(f"{n}.{name}") for name in layout.planes})
+        planes.append({name: tensors.get(f"{n}.{_in_file(name)}") for name in layout.planes})
         for name, (heads, width, dtype) in layout.planes.items():
             shape, x = (len(numbers[n]), heads, *((width,) if width else ())), planes[n][name]
             if x is None or x.shape != shape or x.dtype != dtype:
                 got = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-                raise ValueError(f"{path}: {n}.{name}: expected {dtype} {shape}, got {got}")
+                raise ValueError(f"{path}: {n}.{_in_file(name)}: expected {dtype} {shape}, got {got}")
     if len(conventions) != len(layouts) or not all(x is None or isinstance(x, str) for x in conventions):
         raise ValueError(f"{path}: conventions: expected one for each layer, got {conventions}")
     if type(rollback) is not int:
@@ -146,7 +151,7 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
     return SequenceFile(length, rollback, conventions, numbers, planes)
 
 
-def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
+def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> SequenceHandle:
     """Start a sequence of a cache with the tokens of a file."""
     saved = read(path, cache.layouts)
     (handle,) = cache.admit()
@@ -187,7 +192,7 @@ def _is_enough(
     if not in_window or last + layout.window > saved.length or sequences.rollback > saved.rollback:
         return False
     holding.missing = last + 1
-    if not layout.keep_first:
+    if not layout.first_tokens:
         holding.start = max(holding.start, holding.missing)
     return True
 
@@ -202,5 +207,10 @@ def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:
 
 
 def _as_json(layout: KVLayout) -> dict[str, object]:
-    """Return a layout as JSON values."""
-    return {name: x if isinstance(x, bool | int | None) else str(x) for name, x in asdict(layout).items()}
+    """Return a layout as JSON values, with its field names in files."""
+    fields = asdict(layout).items()
+    return {_in_file(name): x if isinstance(x, bool | int | None) else str(x) for name, x in fields}
+
+
+def _in_file(name: str) -> str:
+    return FILE_NAMES.get(name, name)

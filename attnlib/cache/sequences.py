@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..internal.checks import INT32, check_count
-from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan, Window
+from .pages import CacheFullError, Holding, PageAllocator, SequenceHandle, StepPlan, Window
 
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
@@ -30,7 +30,7 @@ class Request(NamedTuple):
     allocator; its length and padding are the same in all allocators.
     """
 
-    tokens: Mapping[Handle, int]
+    tokens: Mapping[SequenceHandle, int]
     shape: tuple[int, ...]
     holdings: Sequence[Holding]
 
@@ -75,15 +75,15 @@ class Sequences:
         self._first = next(iter(self.allocators.values()))  # all allocators have the same lengths and padding
 
     @property
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[SequenceHandle]:
         """The live sequences in admission order."""
         return self._first.handles
 
-    def holding(self, handle: Handle) -> Holding:
+    def holding(self, handle: SequenceHandle) -> Holding:
         """Return the sequence's pages in the first page allocator, with its length and padding."""
         return self._first.holding(handle)
 
-    def holdings(self, handle: Handle) -> dict[Window, Holding]:
+    def holdings(self, handle: SequenceHandle) -> dict[Window, Holding]:
         """Return the sequence's pages in every page allocator, by window class."""
         return {window: allocator.holding(handle) for window, allocator in self.allocators.items()}
 
@@ -95,7 +95,7 @@ class Sequences:
         ]
         return ", ".join((f"{len(self.handles)} of {self.max_sequences} sequences", *free))
 
-    def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
+    def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[SequenceHandle]:
         """Start ``n`` empty sequences; ``left_padding`` has the number of padding tokens of each."""
         check_count("n", n)
         self.need_rows(n)
@@ -110,18 +110,18 @@ class Sequences:
             check_count("left_padding", count)
             if count > self.max_length:
                 raise ValueError(f"left_padding: expected at most max_length={self.max_length}, got {count}")
-        handles = [Handle() for _ in padding]
+        handles = [SequenceHandle() for _ in padding]
         for allocator in self.allocators.values():
             for handle, count in zip(handles, padding, strict=True):
                 allocator.admit(handle, padding=count)
         return handles
 
-    def fork(self, handle: Handle, n: int) -> list[Handle]:
+    def fork(self, handle: SequenceHandle, n: int) -> list[SequenceHandle]:
         """Start ``n`` sequences that share all pages of ``handle``."""
         check_count("n", n)
         self.holding(handle)
         self.need_rows(n)
-        children = [Handle() for _ in range(n)]
+        children = [SequenceHandle() for _ in range(n)]
         for allocator in self.allocators.values():
             for child in children:
                 allocator.fork(handle, child)
@@ -136,7 +136,7 @@ class Sequences:
                 f"{'is' if free == 1 else 'are'} free; release() a sequence or make the cache larger"
             )
 
-    def request(self, tokens: int | Mapping[Handle, int]) -> Request:
+    def request(self, tokens: int | Mapping[SequenceHandle, int]) -> Request:
         """Validate the argument of ``step`` or ``read``, and return its request."""
         if isinstance(tokens, int):
             check_count("tokens", tokens)
@@ -204,14 +204,14 @@ class Sequences:
     def _each(self, plans: Sequence[StepPlan]):
         return zip(self.allocators.items(), plans, strict=False)
 
-    def truncate(self, handle: Handle, length: int) -> Freed:
+    def truncate(self, handle: SequenceHandle, length: int) -> Freed:
         """Forget all tokens from ``length`` on."""
         check_count("length", length)
         for allocator in self.allocators.values():
             allocator.check_truncate(handle, length)
         return [(window, allocator.truncate(handle, length)) for window, allocator in self.allocators.items()]
 
-    def release(self, handles: Sequence[Handle]) -> Freed:
+    def release(self, handles: Sequence[SequenceHandle]) -> Freed:
         """End these sequences."""
         for handle in handles:
             self.holding(handle)
@@ -230,4 +230,4 @@ def tokens_of(of: Window, page_size: int, shards: int) -> int:
 def _window(of: Window) -> dict[str, int | None]:
     """Return the window of a class and the number of first tokens that it retains."""
     window, first = of if isinstance(of, tuple) else (of, 0)
-    return {"window": window, "keep_first": first}
+    return {"window": window, "first_tokens": first}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kv import KVLayout
 from .buffer import MAX_PINNED, Buffer, Schedules, Sending
 from .options import ReadOptions
-from .pages import Handle, Holding, PageAllocator, StepPlan, Window
+from .pages import Holding, PageAllocator, SequenceHandle, StepPlan, Window
 from .routes import RouteBuffers, StepRoute
 from .sequences import Request, Sequences
 
@@ -68,7 +68,7 @@ class TableBuffers:
         if self.route is not None:
             self.route.add(layout)
 
-    def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
+    def update(self, request: Request, shown: Sequence[SequenceHandle], plan: StepPlan | None) -> None:
         """Update the buffers for a step or read; row ``i`` of the table still shows sequence ``shown[i]``."""
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
@@ -84,14 +84,14 @@ class TableBuffers:
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
         """Divide sequences into splits; no sequence has more than ``max_tokens`` tokens in the step."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
-        is_all_read = window is None or self.allocator.keep_first > 0
+        is_all_read = window is None or self.allocator.first_tokens > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
         if self.route is not None:
             self.route.update_schedules(lengths)
 
-    def _has_dropped(self, rows: Sequence[Handle]) -> bool:
+    def _has_dropped(self, rows: Sequence[SequenceHandle]) -> bool:
         """True if a window with retained first pages has dropped more pages since the last update."""
-        if not self.allocator.keep_first:
+        if not self.allocator.first_tokens:
             return False
         dropped = [holding.dropped for holding in self.allocator.holdings(rows)]
         return dropped != self._shown_dropped
@@ -102,7 +102,9 @@ class TableBuffers:
             self.starts.show(starts)
             self._shown_starts = starts
 
-    def _update_table(self, rows: Sequence[Handle], shown: Sequence[Handle], plan: StepPlan | None) -> None:
+    def _update_table(
+        self, rows: Sequence[SequenceHandle], shown: Sequence[SequenceHandle], plan: StepPlan | None
+    ) -> None:
         columns = self.table.shape[1]
         entries, pages = array("q"), array("i")
 
@@ -154,7 +156,7 @@ class StepBuffers:
             zip(sequences.allocators, self.windows, strict=True)
         )
         self._split_size = options.split_size
-        self._shown_rows: list[Handle] = []  # the sequences that the rows of the page tables show
+        self._shown_rows: list[SequenceHandle] = []  # the sequences that the rows of the page tables show
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:

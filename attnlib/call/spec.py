@@ -144,10 +144,11 @@ _known_arch = lru_cache(_read_arch)
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
     layout = kv.layout
     if dtype == E4M3:
-        if (layout.dtype, layout.store) != (torch.bfloat16, E4M3):
-            given = f"dtype={layout.dtype} and store={layout.store}"
+        if (layout.dtype, layout.storage_dtype) != (torch.bfloat16, E4M3):
+            given = f"dtype={layout.dtype} and storage_dtype={layout.storage_dtype}"
             raise TypeError(
-                f"q: expected a cache of dtype={torch.bfloat16} and store={E4M3} for {dtype}, got {given}"
+                f"q: expected a cache of dtype={torch.bfloat16} and storage_dtype={E4M3} for {dtype}, "
+                f"got {given}"
             )
     elif layout.dtype != dtype:
         raise TypeError(

@@ -30,7 +30,7 @@ from .text.tokens import read_text
 from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; docs/conversion.md lists the programs tested.
-MISREAD = ("Linear", "Llama3")
+MISREAD = ("LinearScaling", "Llama3Scaling")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Convert a checkpoint folder into one with a smaller KV cache. Stock loaders read\n"
-        "the results of --to gqa and --to mla; attnlib.load reads those of --to attnlib."
+        "the results of --to gqa and --to mla; attnlib.load_pretrained reads those of --to attnlib."
     )
     parser.epilog = EPILOG
     parser.add_argument(

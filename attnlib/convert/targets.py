@@ -39,7 +39,7 @@ SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("k
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options for the conversion target to ``parser``."""
-    kinds = "fewer KV heads (gqa), latent attention (mla), or attnlib's own form for attnlib.load"
+    kinds = "fewer KV heads (gqa), latent attention (mla), or attnlib's own form for attnlib.load_pretrained"
     parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
     heads = parser.add_argument_group("with --to gqa")
     heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer (required)")
@@ -139,7 +139,7 @@ def _to_gqa(
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
             f"{model.config['model_type']} cannot load fewer KV heads than query heads; use --to attnlib and "
-            "attnlib.load"
+            "attnlib.load_pretrained"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options
 

@@ -57,7 +57,7 @@ class Backend(Protocol):
 
 CALL_CACHE = CallCache(4096)  # the process has only this call cache
 PREFERENCE = ("triton", "torch", "reference")
-NAMES = (*PREFERENCE, "triton:plain")  # "triton:plain" is never selected automatically
+NAMES = (*PREFERENCE, "triton:generic")  # the last one is never selected automatically
 FLOP_FORMULAS = flops.formulas()
 
 

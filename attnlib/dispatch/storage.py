@@ -87,7 +87,7 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> object | None:
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy pages ``(from, to)`` within a cache. No page may be both the source and the target of a copy."""
     source, target = torch.tensor(pairs, dtype=torch.int64, device=kv.k.device).unbind(1)
-    planes = (kv.k, kv.k_tail, None if kv.v is kv.k else kv.v)
+    planes = (kv.k, kv.k_rope, None if kv.v is kv.k else kv.v)
     scales = (kv.k_scale, None if kv.v_scale is kv.k_scale else kv.v_scale)
     for plane in (*planes, *scales):
         if plane is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @kind
-def load(
+def load_pretrained(
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,

@@ -34,19 +34,24 @@ ROWS = (
     ),
     (
         "attention_mask attn_mask attn_bias bias mask",
-        ("attention_mask", "use attention_mask="),
-        ("attn_mask", "use attn_mask="),
         (
             "cu_seqlens_context",
-            f"for padding use {PADDING.format('attention_mask')}; {BOOLS}, True where a key is "
+            f"for padding use attention_mask=, [b, t], True for tokens; {BOOLS}, True where a key is "
             f"visible; for one that is added to scores {MADE.format('score=')}",
         ),
+        ("attention_mask", "use attention_mask="),
+        ("attn_mask", "use attn_mask="),
         ("key_starts", f"{BOOLS}, {ADDED}, and for padding use {PADDING.format('attention_mask')}"),
         ("score", f"{BOOLS}, {ADDED}"),
         ("mask", BOOLS),
     ),
     (
         "key_padding_mask padding_mask memory_key_padding_mask encoder_attention_mask",
+        (
+            "cu_seqlens_context",
+            "use attention_mask=, True for tokens; the mask of nn.MultiheadAttention is True for padding: "
+            "attention_mask=~key_padding_mask",
+        ),
         (
             "attention_mask",
             "use attention_mask=, nonzero where there are tokens; the mask of nn.MultiheadAttention is True "
@@ -163,7 +168,7 @@ ROWS = (
     ),
     (
         "position_embeddings freqs_cis rotary_pos_emb rotary_emb",
-        ("kv positions", "use positions=, which also takes Angles, as from rope.angles(position_ids)"),
+        ("kv angles", "use angles=, as from rope.angles(position_ids)"),
         ("hidden_size rope", "use rope=Rope(dim)"),
     ),
     (
@@ -242,7 +247,7 @@ ROWS = (
     ),
     (
         "rope_scaling rope_parameters",
-        ("scaling", "use scaling=, one of attnlib's rules, as Llama3(...) or YaRN(...)"),
+        ("scaling", "use scaling=, one of attnlib's rules, as Llama3Scaling(...) or YaRNScaling(...)"),
         ("hidden_size rope", "use rope=Rope(dim, scaling=...)"),
     ),
     (
@@ -289,8 +294,11 @@ ROWS = (
     (
         "store quantization quantize quant_dtype storage_dtype",
         ("storage_dtype", "use storage_dtype="),
-        ("store", "use store="),
     ),
+    ("keep_first sink_tokens num_sink_tokens", ("first_tokens", "use first_tokens=")),
+    ("tail", ("rope_dim", "use rope_dim=")),
+    ("k_tail", ("k_rope", "use k_rope=")),
+    ("most max_num_batched_tokens chunk_size", ("max_step_tokens", "use max_step_tokens=")),
     ("block_size page_block_size", ("page_size", "use page_size=")),
     ("num_pages num_blocks n_pages max_num_pages num_gpu_blocks", ("pages", "use pages=")),
     (
@@ -317,7 +325,7 @@ ROWS = (
         ("seqused_k", "use seqused_k="),
         ("cache_seqlens", "use cache_seqlens="),
         ("q kv", "use kv=, the KVView that append() or view() of a cache returned"),
-        ("q mask", "use mask=attnlib.masks.used(queries, keys), which is causal"),
+        ("q mask", "use mask=attnlib.masks.seqused(queries, keys), which is causal"),
     ),
     (
         "cache_seqlens seq_lens kv_lens",

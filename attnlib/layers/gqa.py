@@ -12,12 +12,13 @@ from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
-from ..rope.scaling import Temperature
+from ..rope.scaling import QueryTemperature
 from ..scores import Score, ScoreFunction
 from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
+from .padding import without_padding
 from .parameters import biased, check_counts, described, head_dims, not_none, published_slopes, reset_children
 from .positions import angles_of, positions_of, scale_and_gain, scaled_head
 from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
@@ -66,7 +67,7 @@ class GroupedQueryAttention(nn.Module):
     scale: float
     q_gain: float  # multiplies the rotated channels of q, for YaRN
     softcap: float | None
-    temperature: Temperature | None
+    temperature: QueryTemperature | None
     norm_after_rope: bool
     mask_tensors: CapturedTensors | None
     score: CapturedTensors | None
@@ -94,7 +95,7 @@ class GroupedQueryAttention(nn.Module):
         bias: bool | tuple[str, ...] = False,
         output_bias: bool | None = None,
         rope: Rope | None = None,
-        temperature: Temperature | None = None,
+        temperature: QueryTemperature | None = None,
         qk_norm: bool = False,
         norm_after_rope: bool = False,
         norm_eps: float = 1e-6,
@@ -150,7 +151,7 @@ class GroupedQueryAttention(nn.Module):
         """The layout of this layer's KV cache on this rank, with autocast's dtype within torch.autocast."""
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
-        kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
+        kept = dict(zip(("window", "first_tokens"), self.mask.kept, strict=True))
         return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
@@ -192,11 +193,13 @@ class GroupedQueryAttention(nn.Module):
         *,
         context: Tensor | KVView | None = None,
         kv: LayerCache | None = None,
-        positions: Tensor | Angles | None = None,
+        positions: Tensor | None = None,
+        angles: Angles | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_context: Tensor | None = None,
         key_starts: Tensor | None = None,
         key_ends: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
         """Attend with ``x`` ``[b, s, m]`` or packed ``[t, m]``, and return a tensor of the same shape.
@@ -206,10 +209,12 @@ class GroupedQueryAttention(nn.Module):
         - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
           ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
         - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it.
-        - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the padding of a dense x, or of its context.
-        - ``positions`` are ``[b, s]``, ``[t]`` or precomputed Angles, and affect rope only. None means
-          ``kv.positions`` in a cache step, positions from 0 in each sequence with ``cu_seqlens``, and
-          ``arange(s)`` otherwise.
+        - ``attention_mask`` ``[b, t]`` is True for tokens and False for padding of a dense x, or of its
+          context. ``key_starts`` and ``key_ends`` int32 ``[b]`` say the same if padding has no holes; with
+          them, the host does not wait for the device.
+        - ``positions`` are ``[b, s]`` or ``[t]``, and affect rope only. None means ``kv.positions`` in a
+          cache step, positions from 0 in each sequence with ``cu_seqlens``, and ``arange(s)`` otherwise.
+        - ``angles`` are precomputed, by ``rope.angles(positions)`` or :func:`attnlib.shared_angles`.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
 
         With ``context_parallel``, x and ``positions`` have only this rank's tokens. All other arguments
@@ -219,9 +224,9 @@ class GroupedQueryAttention(nn.Module):
             ValueError: inputs contradict each other.
         """
         ranks = self.context_parallel
-        given = Inputs(
-            context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
-        )
+        bounds = key_starts, key_ends, attention_mask
+        given = Inputs(context, kv, positions, angles, cu_seqlens, cu_seqlens_context, *bounds, mask, ranks)
+        given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
         angles = angles_of(self.rope, x, given)
         share, q = self._query(x, angles, None if self.temperature is None else positions_of(x, given))

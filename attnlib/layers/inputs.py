@@ -15,7 +15,7 @@ from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
 from ..rope.rope import Angles, Rope
-from ..rope.scaling import Temperature
+from ..rope.scaling import QueryTemperature
 from .context_parallel import ContextParallel, check_context_parallel
 
 FP32 = torch.finfo(torch.float32)
@@ -25,7 +25,7 @@ UNRELATED = "context: positions of x and of a context are unrelated; use rope=No
 def check_options(
     mask: AnyMask,
     rope: Rope | None,
-    temperature: Temperature | None,
+    temperature: QueryTemperature | None,
     dropout_p: float,
     dtype: torch.dtype | None,
     *,
@@ -37,7 +37,7 @@ def check_options(
         refuse_mask(mask)
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
-    if temperature is not None and not isinstance(temperature, Temperature):
+    if temperature is not None and not isinstance(temperature, QueryTemperature):
         raise TypeError(f"temperature: expected a Temperature or None, got {type(temperature).__name__}")
     for name, value in {**numbers, "dropout_p": dropout_p}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -89,11 +89,13 @@ class Inputs(NamedTuple):
 
     context: Tensor | KVView | None = None
     kv: LayerCache | None = None
-    positions: Tensor | Angles | None = None
+    positions: Tensor | None = None
+    angles: Angles | None = None
     cu_seqlens: Tensor | None = None
     cu_seqlens_context: Tensor | None = None
     key_starts: Tensor | None = None
     key_ends: Tensor | None = None
+    attention_mask: Tensor | None = None
     mask: AnyMask | None = None
     context_parallel: ContextParallel | None = None  # an option of the layer, not of forward
 
@@ -169,11 +171,8 @@ def _check_shared(given: Inputs) -> None:
             )
 
 
-def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: nn.Module) -> None:
-    """Raise ValueError unless integer positions have one entry for each token of x.
-
-    Precomputed Angles are validated later, when q is rotated.
-    """
+def _check_positions(x: Tensor, positions: Tensor | None, projection: nn.Module) -> None:
+    """Raise ValueError unless integer positions have one entry for each token of x."""
     if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
         return
     shape, tokens = positions.shape, x.shape[:-1]
@@ -185,14 +184,14 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
         return
     expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
     several = (
-        "; for several positions of a token (M-RoPE) compute the Angles and pass them"
+        "; for several positions of a token (M-RoPE) compute the Angles and pass angles="
         if len(shape) > 2
         else ""
     )
     raise ValueError(f"positions: expected {expected}, one for each token of x, got {tuple(shape)}{several}")
 
 
-def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
+def _check_restarts(positions: Tensor | None, masks: list[AnyMask]) -> None:
     """Raise ValueError if positions restart at 0 within a row, and ``masks`` cannot separate sequences.
 
     Only mask functions can separate sequences. Positions on a GPU are read only with ATTNLIB_CHECK=1.
@@ -218,13 +217,16 @@ def _check_context(context: Tensor, x: Tensor, hidden_size: int, projection: nn.
 
 
 def _check_types(given: Inputs) -> None:
-    context, kv, positions = given.context, given.kv, given.positions
+    context, kv, positions, angles = given.context, given.kv, given.positions, given.angles
     if context is not None and not isinstance(context, Tensor | KVView):
         raise TypeError(f"context: expected a tensor [b, t, m] or a KVView, got {type(context).__name__}")
     if kv is not None and not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
-    if positions is not None and not isinstance(positions, Tensor | Angles):
-        raise TypeError(f"positions: expected an integer tensor or Angles, got {type(positions).__name__}")
+    if positions is not None and not isinstance(positions, Tensor):
+        remedy = "; pass them as angles=" if isinstance(positions, Angles) else ""
+        raise TypeError(f"positions: expected an integer tensor, got {type(positions).__name__}{remedy}")
+    if angles is not None and not isinstance(angles, Angles):
+        raise TypeError(f"angles: expected Angles from rope.angles(positions), got {type(angles).__name__}")
 
 
 def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:

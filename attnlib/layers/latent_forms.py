@@ -162,7 +162,7 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
     latent = view.k[page, slot]
     if view.k_scale is not None:
         latent = (latent.float() * view.k_scale[page, slot][..., None]).to(view.layout.dtype)
-    k_rope = None if view.k_tail is None else view.k_tail[page, slot].squeeze(-2)
+    k_rope = None if view.k_rope is None else view.k_rope[page, slot].squeeze(-2)
     return latent.squeeze(-2), k_rope, cu_k.int()
 
 

@@ -14,7 +14,7 @@ from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
-from ..rope.scaling import Temperature
+from ..rope.scaling import QueryTemperature
 from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import AttentionCall, attention_call
@@ -22,6 +22,7 @@ from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
+from .padding import without_padding
 from .parameters import check_counts, described, not_none, reset_children
 from .positions import angles_of, positions_of
 from .tensor_parallel import local_weight, plan_of, share_of
@@ -63,7 +64,7 @@ class MultiHeadLatentAttention(nn.Module):
     v_head_dim: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    temperature: Temperature | None
+    temperature: QueryTemperature | None
     dropout_p: float
     form: str
     backend: str | None
@@ -94,7 +95,7 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: int,
         bias: bool = False,
         rope: Rope | None = None,
-        temperature: Temperature | None = None,
+        temperature: QueryTemperature | None = None,
         norm_eps: float = 1e-6,
         scale: float | None = None,
         score: ScoreFunction | None = None,
@@ -142,7 +143,7 @@ class MultiHeadLatentAttention(nn.Module):
         """The layout of this layer's KV cache, with autocast's dtype within torch.autocast."""
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
-        return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
+        return KVLayout.latent(*widths, window=window, first_tokens=first, dtype=dtype)
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
         """Same as :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
@@ -168,18 +169,20 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         context: Tensor | KVView | None = None,
         kv: LayerCache | None = None,
-        positions: Tensor | Angles | None = None,
+        positions: Tensor | None = None,
+        angles: Angles | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_context: Tensor | None = None,
         key_starts: Tensor | None = None,
         key_ends: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
         """Same as :meth:`attnlib.GroupedQueryAttention.forward`."""
         ranks = self.context_parallel
-        given = Inputs(
-            context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
-        )
+        bounds = key_starts, key_ends, attention_mask
+        given = Inputs(context, kv, positions, angles, cu_seqlens, cu_seqlens_context, *bounds, mask, ranks)
+        given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, x, given)
         q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))

@@ -10,26 +10,26 @@ from .inputs import Inputs
 def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
     """Return the rotary angles of x's tokens; None without rope.
 
-    The positions in ``given`` may already be Angles. If they are None, the tokens of each sequence are
-    counted from 0, or from the sequence's current length in a cache. With context parallelism, tokens are
-    counted over all ranks.
+    Angles in ``given`` are used as they are. Without positions, the tokens of each sequence are counted from
+    0, or from the sequence's current length in a cache. With context parallelism, tokens are counted over all
+    ranks.
 
     Raises:
         ValueError: a length-dependent rope is used in a cache or with explicit positions, or Angles come
             without a rope or with another pairing or width.
     """
-    positions = given.positions
+    positions, angles = given.positions, given.angles
     if rope is None:
-        if isinstance(positions, Angles):
+        if angles is not None:
             raise ValueError(
-                f"positions: the layer has rope=None and would ignore Angles, got {positions.convention}; "
-                "leave them out, or give the layer a rope"
+                f"angles: expected None for a layer with rope=None, got {angles.convention}; leave them out, "
+                "or give the layer a rope"
             )
         return None
-    if isinstance(positions, Angles):
-        if (positions.interleaved, 2 * positions.cos.shape[-1]) != (rope.interleaved, rope.dim):
-            raise ValueError(f"positions: expected Angles of {rope}, got {positions.convention}")
-        return positions
+    if angles is not None:
+        if (angles.interleaved, 2 * angles.cos.shape[-1]) != (rope.interleaved, rope.dim):
+            raise ValueError(f"angles: expected Angles of {rope}, got {angles.convention}")
+        return angles
     if rope.needs_length:
         return _angles_of_length(rope, x, given)
     return rope.angles(_natural_positions(x, given) if positions is None else positions)
@@ -41,10 +41,10 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     if given.kv is not None:
         raise ValueError(
             f"rope: {rule} rotates stored keys anew as the sequence grows; use another scaling with a cache, "
-            "or pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
+            "or pass angles=rope.angles(kv.positions, length=n) with one n for all steps"
         )
     if given.positions is not None or given.cu_seqlens is not None:
-        raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")
+        raise ValueError(f"positions: {rule} needs a length; pass angles=rope.angles(positions, length=...)")
     ranks = 1 if given.context_parallel is None else given.context_parallel.mesh.size()
     return rope.angles(_natural_positions(x, given), length=x.shape[1] * ranks)
 
@@ -53,12 +53,10 @@ def positions_of(x: Tensor, given: Inputs) -> Tensor:
     """Return the integer positions of x's tokens, counted as in :func:`angles_of`.
 
     Raises:
-        TypeError: the positions were given as Angles, which have no integer positions.
+        ValueError: only Angles were given, from which positions cannot be read.
     """
-    if isinstance(given.positions, Angles):
-        raise TypeError(
-            "positions: the layer's temperature needs integers, got Angles; pass the positions instead"
-        )
+    if given.angles is not None and given.positions is None:
+        raise ValueError("positions: the layer's temperature needs them; pass positions= with angles=")
     return _natural_positions(x, given) if given.positions is None else given.positions
 
 

@@ -17,10 +17,10 @@ def shared_angles(
     x: Tensor,
     *,
     kv: LayerCache | None = None,
-    positions: Tensor | Angles | None = None,
+    positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> list[Angles | None]:
-    """Return the rotary angles of x's tokens for each layer, to pass as ``positions``; None without rope.
+    """Return the rotary angles of x's tokens for each layer, to pass as ``angles``; None without rope.
 
     Layers with the same rope share one computation. Pass the arguments that the first layer is called with:
     ``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens``. ``kv`` may be any layer of a cache step.
@@ -28,7 +28,7 @@ def shared_angles(
     >>> layers = [GroupedQueryAttention(64, 4, mask=CAUSAL, rope=Rope(16)) for _ in range(3)]
     >>> x = torch.randn(2, 9, 64)
     >>> for layer, angles in zip(layers, shared_angles(layers, x)):
-    ...     x = x + layer(x, positions=angles)
+    ...     x = x + layer(x, angles=angles)
 
     Raises:
         TypeError: ``layers`` is not a sequence of attention layers.

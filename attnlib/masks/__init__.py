@@ -4,6 +4,7 @@
 function of token indices. Add new masks to ``ready_made.py``.
 """
 
+from ..internal.renamed import module_getattr
 from .band import CAUSAL as CAUSAL
 from .band import FULL as FULL
 from .band import NOTHING as NOTHING
@@ -25,8 +26,8 @@ from .ready_made import (
     head_windows,
     mask_tensor,
     prefix_lm,
+    seqused,
     tree,
-    used,
 )
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "head_windows",
     "mask_tensor",
     "prefix_lm",
+    "seqused",
     "tree",
-    "used",
 ]
+
+__getattr__ = module_getattr(__name__, {"used": "seqused"})

@@ -289,7 +289,7 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     index the tensors that are passed as arguments; their indices are clamped to the valid range. The function
     is called once, with placeholders for the indices, so Python's ``if`` cannot test an index.
 
-    If you pass ``FIRST_QUERY`` as an argument, the function gets an int64 tensor ``[b]`` in its place, with
+    If you pass ``QUERY_OFFSET`` as an argument, the function gets an int64 tensor ``[b]`` in its place, with
     the storage index of the first query of each sequence.
 
     Raises:

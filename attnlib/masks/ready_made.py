@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..internal.checks import check_count, is_strided, refuse_tensor, varies
 from ..internal.signatures import kind
-from ..tracing.trace import FIRST_QUERY
+from ..tracing.trace import QUERY_OFFSET
 from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
 from .function import MaskFunction, RetainedKeys
 
@@ -133,11 +133,11 @@ def tree(shown: Tensor) -> MaskFunction:
     def descends(b, h, i, j, first, shown):
         return (j < first[b]) | shown[i - first[b], (j - first[b]).clamp(0)]
 
-    return replace(mask_mod(descends, FIRST_QUERY, shown), dims=("ss",))
+    return replace(mask_mod(descends, QUERY_OFFSET, shown), dims=("ss",))
 
 
 @kind
-def used(queries: Tensor, keys: Tensor) -> MaskFunction:
+def seqused(queries: Tensor, keys: Tensor) -> MaskFunction:
     """Return the causal mask of the first ``queries[b]`` rows over the first ``keys[b]`` keys.
 
     ``queries`` and ``keys``, int ``[b]`` each, are flash-attn's ``seqused_q`` and ``seqused_k``. In sequence
@@ -150,7 +150,7 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
         row = i - first[b]
         return (row < queries[b]) & (j < keys[b]) & (j <= row + keys[b] - queries[b])
 
-    return replace(mask_mod(aligned, FIRST_QUERY, queries, keys), dims=("b", "b"))
+    return replace(mask_mod(aligned, QUERY_OFFSET, queries, keys), dims=("b", "b"))
 
 
 @kind
@@ -176,7 +176,7 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     def read(b, h, i, j, first, shown):
         return shown[b, 0 if one_head else h, (i - first[b]) // block_size, j // block_size]
 
-    return replace(mask_mod(read, FIRST_QUERY, shown), dims=("b1" if one_head else "bh",))
+    return replace(mask_mod(read, QUERY_OFFSET, shown), dims=("b1" if one_head else "bh",))
 
 
 @kind
@@ -194,7 +194,7 @@ def mask_tensor(shown: Tensor) -> MaskFunction:
         return shown[b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0]
 
     dims = "".join(dim if several else "1" for dim, several in zip("bhst", which, strict=True))
-    return FULL & replace(mask_mod(read, FIRST_QUERY, shown), dims=(dims,))
+    return FULL & replace(mask_mod(read, QUERY_OFFSET, shown), dims=(dims,))
 
 
 def _check(name: str, x: Tensor, dims: int, dtype: torch.dtype | None = None) -> None:

@@ -20,13 +20,13 @@ def whole_of(call: Call) -> Call:
     """Return the call without the precomputed tiles of its mask, which only fit the whole sequence.
 
     Raises:
-        ValueError: a function reads FIRST_QUERY, which differs from piece to piece.
+        ValueError: a function reads QUERY_OFFSET, which differs from piece to piece.
     """
     mask, functions = call.mask, call.functions
     programs = [] if functions is None else [functions.mask, functions.score]
     if any(program is not None and "first" in program.read for program in programs):
         raise ValueError(
-            "FIRST_QUERY: expected functions without it where ranks share a sequence, since the first query "
+            "QUERY_OFFSET: expected functions without it where ranks share a sequence, since the first query "
             "of every piece is another; the whole's is 0"
         )
     return call if isinstance(mask, Mask) else call._replace(mask=mask.reading(mask.tensors))

@@ -7,20 +7,30 @@ rope from selected channel pairs of another rope, for checkpoint conversion.
 
 from .rope import Rope, yarn_ramp
 from .rotation import Angles, check_rotation, rotate
-from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Temperature, YaRN, scaling_of
+from .scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    ProportionalScaling,
+    QueryTemperature,
+    YaRNScaling,
+    scaling_of,
+)
 from .selected import select
 
 __all__ = [
-    "NTK",
     "Angles",
-    "DynamicNTK",
-    "Linear",
-    "Llama3",
-    "LongRoPE",
-    "Proportional",
+    "DynamicNTKScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRoPEScaling",
+    "NTKScaling",
+    "ProportionalScaling",
+    "QueryTemperature",
     "Rope",
-    "Temperature",
-    "YaRN",
+    "YaRNScaling",
     "check_rotation",
     "rotate",
     "scaling_of",

@@ -13,7 +13,17 @@ from .rotation import Angles as Angles
 from .rotation import check_rotation as check_rotation
 from .rotation import check_strided
 from .rotation import rotate as rotate
-from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
+from .scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    ProportionalScaling,
+    Scaling,
+    YaRNScaling,
+    check_number,
+)
 
 
 @kind
@@ -31,7 +41,7 @@ class Rope:
         ValueError: ``dim`` is odd or not positive, or ``theta`` is not positive and finite, or is too small
             for the scaling.
 
-    >>> rope = Rope(dim=64, theta=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
+    >>> rope = Rope(dim=64, theta=500_000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, original_max_position=8192))
     >>> rope.angles(torch.arange(10)).convention
     'half:64'
     """
@@ -52,13 +62,13 @@ class Rope:
             raise TypeError(f"rope.scaling: expected {known} or None, got {self.scaling!r}")
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"rope.interleaved: expected a bool, got {self.interleaved!r}")
-        if isinstance(self.scaling, NTK | DynamicNTK) and self.dim == 2:
+        if isinstance(self.scaling, NTKScaling | DynamicNTKScaling) and self.dim == 2:
             raise ValueError(
                 "rope.dim: expected at least 4 channels with an NTK scaling (one pair has no base), got 2"
             )
-        if isinstance(self.scaling, YaRN) and self.theta <= 1:
+        if isinstance(self.scaling, YaRNScaling) and self.theta <= 1:
             raise ValueError(f"rope.theta: expected more than 1 with YaRN, got {self.theta}")
-        if isinstance(self.scaling, LongRoPE) and 2 * len(self.scaling.short_factor) != self.dim:
+        if isinstance(self.scaling, LongRoPEScaling) and 2 * len(self.scaling.short_factor) != self.dim:
             pairs = len(self.scaling.short_factor)
             raise ValueError(
                 f"rope.scaling: expected {self.dim // 2} factors, one for each pair, got {pairs}"
@@ -68,8 +78,8 @@ class Rope:
     def needs_length(self) -> bool:
         """True if the angles depend on the length of the sequence."""
         scaling = self.scaling
-        chooses = isinstance(scaling, LongRoPE) and scaling.short_factor != scaling.long_factor
-        return chooses or isinstance(scaling, DynamicNTK)
+        chooses = isinstance(scaling, LongRoPEScaling) and scaling.short_factor != scaling.long_factor
+        return chooses or isinstance(scaling, DynamicNTKScaling)
 
     @property
     def amplitude(self) -> float:
@@ -81,11 +91,11 @@ class Rope:
         Hugging Face multiplies cos and sin by ``amplitude`` instead.
         """
         scaling = self.scaling
-        if not isinstance(scaling, YaRN | LongRoPE):
+        if not isinstance(scaling, YaRNScaling | LongRoPEScaling):
             return 1.0
         if scaling.attention_factor is not None:
             return scaling.attention_factor
-        if isinstance(scaling, LongRoPE):
+        if isinstance(scaling, LongRoPEScaling):
             return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
         if scaling.mscale and scaling.mscale_all_dim:
             return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
@@ -98,7 +108,7 @@ class Rope:
         It is 1 if the rope has no ``mscale_all_dim``. It applies to rotated and unrotated channels, in
         addition to ``amplitude``.
         """
-        if isinstance(self.scaling, YaRN) and self.scaling.mscale_all_dim:
+        if isinstance(self.scaling, YaRNScaling) and self.scaling.mscale_all_dim:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
         return 1.0
 
@@ -123,25 +133,25 @@ class Rope:
         # and at position 100_000 one such unit becomes 0.01 radian.
         wavelengths = (self._base(length) ** exponents.double()).float()
         frequencies = (1.0 / wavelengths.double()).float()
-        if isinstance(scaling, Linear):
+        if isinstance(scaling, LinearScaling):
             return _quotient(frequencies, scaling.factor)
-        if isinstance(scaling, Llama3):
+        if isinstance(scaling, Llama3Scaling):
             turns = scaling.original_max_position / (2 * math.pi / frequencies)
             smooth = _quotient(
                 turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor
             )
             smooth = smooth.clamp(0, 1)
             return _quotient((1 - smooth) * frequencies, scaling.factor) + smooth * frequencies
-        if isinstance(scaling, YaRN):
+        if isinstance(scaling, YaRNScaling):
             low, high = yarn_ramp(self, scaling)
             pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
             smooth = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
             return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - smooth) + frequencies * smooth
-        if isinstance(scaling, LongRoPE):
+        if isinstance(scaling, LongRoPEScaling):
             is_long = length is not None and length > scaling.original_max_position
             factors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor, device=device)
             return (1.0 / (factors * wavelengths).double()).float()
-        if isinstance(scaling, Proportional):
+        if isinstance(scaling, ProportionalScaling):
             turning = int(scaling.share * self.dim // 2)
             slowed = _quotient(frequencies, scaling.factor)
             return torch.cat((slowed[:turning], torch.zeros_like(slowed[turning:])))
@@ -151,9 +161,10 @@ class Rope:
         """Return the angles at integer ``positions`` of any shape, computed in fp32.
 
         The angles are a pure rotation, without ``amplitude``. ``length`` is the sequence length for which
-        DynamicNTK and LongRoPE choose their scaling; it must exceed the greatest position. All other rules
-        raise an error if you pass it. Negative positions rotate backwards. An angle is an fp32 product, so
-        its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
+        DynamicNTKScaling and LongRoPEScaling choose their factors; it must exceed the greatest position. All
+        other rules raise an error if you pass it. Negative positions rotate backwards. An angle is an fp32
+        product, so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are
+        rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
@@ -176,8 +187,8 @@ class Rope:
 
     def _ntk_factor(self, length: int | None) -> float | None:
         scaling = self.scaling
-        if not isinstance(scaling, DynamicNTK):
-            return scaling.factor if isinstance(scaling, NTK) else None
+        if not isinstance(scaling, DynamicNTKScaling):
+            return scaling.factor if isinstance(scaling, NTKScaling) else None
         original = scaling.original_max_position
         return scaling.factor * max(length, original) / original - (scaling.factor - 1)
 
@@ -185,8 +196,8 @@ class Rope:
         if not self.needs_length:
             if length is not None:
                 raise ValueError(
-                    f"length: only DynamicNTK and LongRoPE depend on it, and scaling={self.scaling}; leave "
-                    "length out"
+                    "length: only DynamicNTKScaling and LongRoPEScaling depend on it, and scaling="
+                    f"{self.scaling}; leave length out"
                 )
             return
         if length is None:
@@ -213,7 +224,7 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
+def yarn_ramp(rope: Rope, yarn: YaRNScaling) -> tuple[float, float]:
     """Return the channel pairs, as fractional numbers, between which YaRN changes from unscaled to scaled.
 
     Frequencies of pairs up to the first number are unscaled; from the second one on, they are divided by the

@@ -18,7 +18,7 @@ FP32 = torch.finfo(torch.float32)
 
 @kind
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """Linear position interpolation: divide positions by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
 
     Raises:
@@ -29,12 +29,12 @@ class Linear:
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("Linear.factor", self.factor, least=1)
+        check_number("LinearScaling.factor", self.factor, least=1)
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class NTK:
+class NTKScaling:
     """NTK-aware rope scaling: replace ``theta`` by ``theta * factor ** (dim / (dim - 2))`` at all lengths.
 
     The slowest channel pair then rotates ``factor`` times slower, and the fastest pair as before.
@@ -47,18 +47,18 @@ class NTK:
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("NTK.factor", self.factor, least=1)
+        check_number("NTKScaling.factor", self.factor, least=1)
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class DynamicNTK:
+class DynamicNTKScaling:
     """NTK-aware rope scaling that becomes stronger as the sequence gets longer.
 
     Angles depend on the sequence length, so this rule does not work with a cache: keys rotated for one length
     are wrong for the next. Up to ``original_max_position`` tokens (``max_position_embeddings`` in a Hugging
     Face config) nothing is scaled. For longer sequences, the rule is the same as
-    ``NTK(factor * length / original_max_position - (factor - 1))``.
+    ``NTKScaling(factor * length / original_max_position - (factor - 1))``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -69,13 +69,13 @@ class DynamicNTK:
     original_max_position: int
 
     def __post_init__(self) -> None:
-        check_number("DynamicNTK.factor", self.factor, least=1)
-        check_count("DynamicNTK.original_max_position", self.original_max_position, least=1)
+        check_number("DynamicNTKScaling.factor", self.factor, least=1)
+        check_count("DynamicNTKScaling.original_max_position", self.original_max_position, least=1)
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class Llama3:
+class Llama3Scaling:
     """Llama 3.1 scaling: divide low frequencies by ``factor``, keep high ones, and interpolate between them.
 
     A frequency is low if its channel pair makes fewer than ``low_freq_factor`` full turns over
@@ -92,20 +92,20 @@ class Llama3:
     original_max_position: int
 
     def __post_init__(self) -> None:
-        check_number("Llama3.factor", self.factor, least=1)
-        check_number("Llama3.low_freq_factor", self.low_freq_factor, above=0)
-        check_number("Llama3.high_freq_factor", self.high_freq_factor, above=0)
-        check_count("Llama3.original_max_position", self.original_max_position, least=1)
+        check_number("Llama3Scaling.factor", self.factor, least=1)
+        check_number("Llama3Scaling.low_freq_factor", self.low_freq_factor, above=0)
+        check_number("Llama3Scaling.high_freq_factor", self.high_freq_factor, above=0)
+        check_count("Llama3Scaling.original_max_position", self.original_max_position, least=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"Llama3.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
+                f"Llama3Scaling.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
                 f"got {self.high_freq_factor}"
             )
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class YaRN:
+class YaRNScaling:
     """YaRN rope scaling (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale parameters.
 
     The rule depends on how many full turns a channel pair makes over ``original_max_position`` (the paper's
@@ -132,26 +132,26 @@ class YaRN:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        check_number("YaRN.factor", self.factor, least=1)
-        check_count("YaRN.original_max_position", self.original_max_position, least=1)
-        check_number("YaRN.beta_fast", self.beta_fast, above=0)
-        check_number("YaRN.beta_slow", self.beta_slow, above=0)
+        check_number("YaRNScaling.factor", self.factor, least=1)
+        check_count("YaRNScaling.original_max_position", self.original_max_position, least=1)
+        check_number("YaRNScaling.beta_fast", self.beta_fast, above=0)
+        check_number("YaRNScaling.beta_slow", self.beta_slow, above=0)
         if self.beta_fast < self.beta_slow:
             raise ValueError(
-                f"YaRN.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}"
+                f"YaRNScaling.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}"
             )
         if self.attention_factor is not None:
-            check_number("YaRN.attention_factor", self.attention_factor, above=0)
+            check_number("YaRNScaling.attention_factor", self.attention_factor, above=0)
         for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
             if value is not None:
-                check_number(f"YaRN.{name}", value, least=0)
+                check_number(f"YaRNScaling.{name}", value, least=0)
         if not isinstance(self.truncate, bool):
-            raise TypeError(f"YaRN.truncate: expected a bool, got {self.truncate!r}")
+            raise TypeError(f"YaRNScaling.truncate: expected a bool, got {self.truncate!r}")
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class LongRoPE:
+class LongRoPEScaling:
     """LongRoPE (Ding et al., 2024, arXiv 2402.13753): slow each channel pair by a factor found by search.
 
     ``short_factor`` and ``long_factor`` have one number for each pair. The first tuple applies to lengths up
@@ -176,19 +176,19 @@ class LongRoPE:
             factors = getattr(self, name)
             if not isinstance(factors, tuple) or len(factors) != len(self.short_factor):
                 raise TypeError(
-                    f"LongRoPE.{name}: expected a tuple with a number for each pair, got {factors!r}"
+                    f"LongRoPEScaling.{name}: expected a tuple with a number for each pair, got {factors!r}"
                 )
             for factor in factors:
-                check_number(f"LongRoPE.{name}", factor, above=0)
-        check_number("LongRoPE.factor", self.factor, least=1)
-        check_count("LongRoPE.original_max_position", self.original_max_position, least=2)
+                check_number(f"LongRoPEScaling.{name}", factor, above=0)
+        check_number("LongRoPEScaling.factor", self.factor, least=1)
+        check_count("LongRoPEScaling.original_max_position", self.original_max_position, least=2)
         if self.attention_factor is not None:
-            check_number("LongRoPE.attention_factor", self.attention_factor, above=0)
+            check_number("LongRoPEScaling.attention_factor", self.attention_factor, above=0)
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class Proportional:
+class ProportionalScaling:
     """Partial rotation: only a fraction ``share`` of the channel pairs rotate, from the first pair on.
 
     These pairs have the frequencies of a fully rotated head, divided by ``factor``. A pair is two channels
@@ -204,15 +204,15 @@ class Proportional:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("Proportional.share", self.share, above=0)
-        check_number("Proportional.factor", self.factor, least=1)
+        check_number("ProportionalScaling.share", self.share, above=0)
+        check_number("ProportionalScaling.factor", self.factor, least=1)
         if self.share > 1:
-            raise ValueError(f"Proportional.share: expected at most 1, got {self.share}")
+            raise ValueError(f"ProportionalScaling.share: expected at most 1, got {self.share}")
 
 
 @kind
 @dataclass(frozen=True, slots=True)
-class Temperature:
+class QueryTemperature:
     """A factor on queries that grows with position: ``1 + weight * ln(1 + floor((i + offset) / interval))``.
 
     Llama 4 uses it in its layers without rope (``offset=1``), Ministral 3 in all layers (``offset=0``).
@@ -228,9 +228,9 @@ class Temperature:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        check_number("Temperature.weight", self.weight, above=0)
-        check_count("Temperature.interval", self.interval, least=1)
-        check_count("Temperature.offset", self.offset)
+        check_number("QueryTemperature.weight", self.weight, above=0)
+        check_count("QueryTemperature.interval", self.interval, least=1)
+        check_count("QueryTemperature.offset", self.offset)
 
     def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
         """Return ``q`` ``[..., h, d]`` scaled for tokens at integer ``positions`` ``[...]``.
@@ -242,7 +242,15 @@ class Temperature:
         return (q * (1 + float(self.weight) * torch.log1p(steps))).to(q.dtype)
 
 
-Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional
+Scaling = (
+    LinearScaling
+    | NTKScaling
+    | DynamicNTKScaling
+    | Llama3Scaling
+    | YaRNScaling
+    | LongRoPEScaling
+    | ProportionalScaling
+)
 # The supported values of rope_type in Hugging Face configs.
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
@@ -263,23 +271,25 @@ def scaling_of(fields: Mapping[str, object], *, max_position: int | None) -> Sca
     if kind == "default":
         return None
     if kind == "linear":
-        return Linear(fields["factor"])
+        return LinearScaling(fields["factor"])
     if kind == "proportional":
-        return Proportional(fields.get("partial_rotary_factor", 1.0), fields.get("factor") or 1.0)
+        return ProportionalScaling(fields.get("partial_rotary_factor", 1.0), fields.get("factor") or 1.0)
     if kind == "dynamic":
-        return DynamicNTK(fields["factor"], _longest(max_position))
+        return DynamicNTKScaling(fields["factor"], _longest(max_position))
     original = fields.get("original_max_position_embeddings")
     original = _longest(max_position) if original is None else original
     if kind == "llama3":
-        return Llama3(fields["factor"], fields["low_freq_factor"], fields["high_freq_factor"], original)
+        return Llama3Scaling(
+            fields["factor"], fields["low_freq_factor"], fields["high_freq_factor"], original
+        )
     factor = fields.get("factor")
     factor = _longest(max_position) / original if factor is None else factor
     if kind == "longrope":
         short, long = (tuple(fields[name]) for name in ("short_factor", "long_factor"))
-        return LongRoPE(short, long, factor, original, fields.get("attention_factor"))
+        return LongRoPEScaling(short, long, factor, original, fields.get("attention_factor"))
     betas = fields.get("beta_fast") or 32.0, fields.get("beta_slow") or 1.0
     weights = (fields.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    return YaRN(factor, original, *betas, *weights, fields.get("truncate", True))
+    return YaRNScaling(factor, original, *betas, *weights, fields.get("truncate", True))
 
 
 def _longest(max_position: int | None) -> int:

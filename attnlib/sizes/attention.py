@@ -68,10 +68,10 @@ class GroupedShape:
         """Multiplications of all heads per query-key pair of a decoding step, the same as in a prompt."""
         return self.prompt_pair
 
-    def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
+    def layout(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> KVLayout:
         """Return the layout of this layer's cache: the values stored per token."""
         return KVLayout.grouped(
-            self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, store=store
+            self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, storage_dtype=storage_dtype
         )
 
     def shard(self, ranks: int) -> "GroupedShape":
@@ -153,9 +153,9 @@ class LatentShape:
         """
         return self.num_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
 
-    def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
+    def layout(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> KVLayout:
         """Return the layout of this layer's cache: the values stored per token."""
-        options = {"window": self.window, "dtype": dtype, "store": store}
+        options = {"window": self.window, "dtype": dtype, "storage_dtype": storage_dtype}
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, **options)
 
     def shard(self, ranks: int) -> "LatentShape":
@@ -198,7 +198,7 @@ def decode_bytes(
     *,
     batch: int,
     dtype: torch.dtype,
-    store: torch.dtype | None = None,
+    storage_dtype: torch.dtype | None = None,
     ranks: int = 1,
 ) -> int:
     """Return how many bytes one layer reads in a decoding step of ``batch`` sequences.
@@ -206,7 +206,11 @@ def decode_bytes(
     A step reads the weights once, and the visible keys and values of each sequence. If ``ranks`` ranks each
     store some tokens of a cache, this is the number for the rank with the most tokens.
     """
-    cached = batch * _seen(context, shape.window, ranks) * shape.layout(dtype=dtype, store=store).token_bytes
+    cached = (
+        batch
+        * _seen(context, shape.window, ranks)
+        * shape.layout(dtype=dtype, storage_dtype=storage_dtype).token_bytes
+    )
     return shape.parameters * dtype.itemsize + cached
 
 

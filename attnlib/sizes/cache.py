@@ -14,7 +14,7 @@ def cache_bytes(
     """Return how many bytes sequences of the given ``lengths`` take in a cache, in whole pages.
 
     ``layouts`` has one layout per layer. A layer with a window keeps only the pages that its next query can
-    see, or a query ``rollback`` tokens earlier, and the pages of its first ``keep_first`` tokens. For a
+    see, or a query ``rollback`` tokens earlier, and the pages of its first ``first_tokens`` tokens. For a
     contiguous cache, pass ``page_size=max_length``. Sequences that share pages take less.
 
     If ``ranks`` ranks share a cache, the result is for one rank, where a page has space for ``page_size``
@@ -72,7 +72,7 @@ def longest_context(
         return batch * _peak(layouts, pages, page_size, ranks) <= memory
 
     windows = [layout.window for layout in layouts]
-    first = max((-(-layout.keep_first // page_size) for layout in layouts), default=0)
+    first = max((-(-layout.first_tokens // page_size) for layout in layouts), default=0)
     if None not in windows and fits(max(windows, default=0) // page_size + 2 + first):
         return None  # every window has freed a page by now, so no layer's cache grows further
     too_many = 1
@@ -96,4 +96,4 @@ def _pages(layout: KVLayout, length: int, page_size: int, rollback: int, ranks: 
         return -(-length // (page_size * ranks))
     kept_from = max(0, length - layout.window + 1 - rollback)
     dropped = kept_from // page_size
-    return -(-length // page_size) - dropped + min(dropped, -(-layout.keep_first // page_size))
+    return -(-length // page_size) - dropped + min(dropped, -(-layout.first_tokens // page_size))

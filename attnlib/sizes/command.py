@@ -187,7 +187,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         contexts=arguments.context,
         batches=arguments.batch,
         dtype=dict(DTYPES)[arguments.dtype],
-        store=dict(STORES)[arguments.store],
+        storage_dtype=dict(STORES)[arguments.store],
         page_size=arguments.page_size,
         ranks=arguments.tensor_parallel,
         context_ranks=arguments.context_parallel,

@@ -42,7 +42,7 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     batch, longest = max(setting.batches), max(setting.contexts)
     contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
     for i, model in enumerate(models):
-        layouts = model.shard(setting.ranks).layouts(dtype=setting.dtype, store=setting.store)
+        layouts = model.shard(setting.ranks).layouts(dtype=setting.dtype, storage_dtype=setting.storage_dtype)
         used = [
             batch * cache_bytes(layouts, [n], page_size=setting.page_size, ranks=setting.context_ranks)
             for n in contexts

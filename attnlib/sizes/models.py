@@ -36,9 +36,9 @@ class Model:
         """The number of parameters of all attention layers together."""
         return sum(shape.parameters for shape in self.layers)
 
-    def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> list[KVLayout]:
         """Return the cache layout of each layer, which you can pass to KVCache."""
-        return [shape.layout(dtype=dtype, store=store) for shape in self.layers]
+        return [shape.layout(dtype=dtype, storage_dtype=storage_dtype) for shape in self.layers]
 
     def shard(self, ranks: int) -> "Model":
         """Return the part of the model that one of ``ranks`` tensor-parallel ranks holds."""

@@ -34,7 +34,7 @@ class Setting:
     contexts: tuple[int, ...] = (4_096, 32_768, 131_072)
     batches: tuple[int, ...] = (1, 8, 64)
     dtype: torch.dtype = torch.bfloat16
-    store: torch.dtype | None = None
+    storage_dtype: torch.dtype | None = None
     page_size: int = 64
     ranks: int = 1
     context_ranks: int = 1
@@ -130,7 +130,7 @@ def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
 
 def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
     rank = model.shard(setting.ranks)
-    stored = {"dtype": setting.dtype, "store": setting.store}
+    stored = {"dtype": setting.dtype, "storage_dtype": setting.storage_dtype}
     layouts, shared = rank.layouts(**stored), {"ranks": setting.context_ranks}
     paged = {"page_size": setting.page_size} | shared
     flops = batch * sum(_step_flops(shape, context, setting, setting.sharing(model)) for shape in rank.layers)
@@ -252,7 +252,7 @@ def _head(model: Model, setting: Setting) -> str:
     chip = setting.chip
     where = f"; one of {setting.ranks} tensor-parallel ranks" if setting.ranks > 1 else ""
     where += f"; {setting.context_ranks} ranks share every sequence" if setting.context_ranks > 1 else ""
-    stored = f"{setting.dtype}, stored as {setting.store or setting.dtype}".replace("torch.", "")
+    stored = f"{setting.dtype}, stored as {setting.storage_dtype or setting.dtype}".replace("torch.", "")
     return (
         f"{model.name}: {len(model.layers)} layers, "
         f"{model.kind}{where}{f' ({model.source})' if model.source else ''}\n{stored}, pages of "

@@ -30,20 +30,20 @@ class TraceError(TypeError):
 
 
 class FirstQuery:
-    """The type of ``FIRST_QUERY``, an argument of mask and score functions.
+    """The type of ``QUERY_OFFSET``, an argument of mask and score functions.
 
     The function gets an int64 tensor ``[b]`` in its place: the storage index of each sequence's first query.
     """
 
     def __repr__(self) -> str:
-        return "FIRST_QUERY"
+        return "QUERY_OFFSET"
 
     def __reduce__(self) -> str:
         """Return the name of the global object, so that copying and unpickling return this same object."""
-        return "FIRST_QUERY"
+        return "QUERY_OFFSET"
 
 
-FIRST_QUERY = FirstQuery()
+QUERY_OFFSET = FirstQuery()
 
 
 Refusal = Callable[..., NoReturn]

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..internal.checks import came, is_strided
 from .kinds import kind_of
 from .program import INDICES, SCORED, CapturedKind, Program, Steps, Value, constant, constant_indices
-from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
+from .stand_ins import KNOWN, QUERY_OFFSET, FirstQuery, Known, TraceError, line_of_error
 from .tracer import Tracer
 
 Kinds = tuple[tuple[str, int] | None, ...]
@@ -34,9 +34,9 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
     if not callable(function):
         raise TypeError(f"{name}_mod: expected a function of indices, got {type(function).__name__}")
     captured = iter(captured_of(name, tensors))
-    kinds = tuple(None if x is FIRST_QUERY else tuple(next(captured)) for x in tensors)
+    kinds = tuple(None if x is QUERY_OFFSET else tuple(next(captured)) for x in tensors)
     program = Program(_traced_text(name, function, kinds, None))
-    known = [x for x in tensors if x is not FIRST_QUERY]
+    known = [x for x in tensors if x is not QUERY_OFFSET]
     for n, dim, at in constant_indices(program.text):
         size = known[n].shape[dim]
         if not -size <= at < size:  # trace again with the shapes, so that the error names the line
@@ -48,7 +48,7 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
 def _traced_text(
     name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None
 ) -> str:
-    """Return the program's text for tensors of these kinds and shapes; the kind None means FIRST_QUERY."""
+    """Return the program's text for tensors of these kinds and shapes; the kind None means QUERY_OFFSET."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
@@ -83,17 +83,17 @@ def _beginning(function: Callable) -> str:
 
 
 def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[CapturedKind]:
-    """Return the kind and rank of each tensor among the arguments of a function, skipping FIRST_QUERY.
+    """Return the kind and rank of each tensor among the arguments of a function, skipping QUERY_OFFSET.
 
     Raises:
         TypeError: an argument is not a strided tensor of a known dtype.
     """
     found = []
     for n, x in enumerate(tensors):
-        if x is FIRST_QUERY:
+        if x is QUERY_OFFSET:
             continue
         if not is_strided(x):
-            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {came(x)}")
+            raise TypeError(f"{name}_mod: expected a tensor or QUERY_OFFSET as argument {n}, got {came(x)}")
         if (kind := kind_of(x.dtype)) is None:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
         found.append(CapturedKind(kind, x.dim()))

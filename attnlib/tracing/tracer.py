@@ -11,7 +11,7 @@ from torch.fx.proxy import TracerBase
 
 from .kinds import BOOL, FLOAT, INT8, INT16, INT32, INT64, OPERATIONS, UINT8, fits, kind_of
 from .program import BRACKETS, Operand, Program, Steps, Value
-from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
+from .stand_ins import INDEXED, KNOWN, QUERY_OFFSET, Known, TraceError, line_of
 
 # Maps the names that Python, torch and its tensors use to the operations of a program.
 OPERATION_NAMES = MappingProxyType(
@@ -49,7 +49,7 @@ class Tracer(TracerBase):
         self.graph: Graph = Graph()  # stays empty, since proxies only use it to format names
         self.name: str = name
         self.steps: Steps = steps
-        self.first: Known = Known(FIRST_QUERY, self)
+        self.first: Known = Known(QUERY_OFFSET, self)
         self.shapes: tuple[tuple[int, ...], ...] | None = shapes
         self._beginning = beginning
         self._has_ended = False
@@ -150,9 +150,9 @@ class Tracer(TracerBase):
         if any(n is None or n is ... or isinstance(n, slice | list) for n in at):
             self.refuse(f":, ..., None and lists would give many numbers; {BRACKETS}")
         indices = [self._operand(n) for n in at]
-        if known is FIRST_QUERY:
+        if known is QUERY_OFFSET:
             if indices != [Value("b")]:
-                self.refuse("FIRST_QUERY is only known for the query's own sequence; index it by b")
+                self.refuse("QUERY_OFFSET is only known for the query's own sequence; index it by b")
             return Value("first")
         if not isinstance(known, _Tensor):
             self.refuse(f"a number is indexed; {BRACKETS}")
@@ -232,8 +232,8 @@ class Tracer(TracerBase):
             x = x.node  # if x is a proxy of an attribute, reading its node records the access
         if isinstance(x, _Tensor):
             self.refuse(f"tensor {x.number} is used as a whole; index it, as in table[h]")
-        if x is FIRST_QUERY:
-            self.refuse("FIRST_QUERY is used as a whole; index it by b")
+        if x is QUERY_OFFSET:
+            self.refuse("QUERY_OFFSET is used as a whole; index it by b")
         if isinstance(x, Tensor):
             self.refuse(
                 "a tensor that is made in the function or around it; pass it as an argument, or write a "

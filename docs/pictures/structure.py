@@ -64,7 +64,7 @@ CALL_ARROWS = (
 )
 CACHE = (
     Box("KVCache", "cache/kv_cache.py", "steps as transactions", 0.5, 0),
-    Box("Handle", "cache/pages.py", "names one sequence", 1.5, 0),
+    Box("SequenceHandle", "cache/pages.py", "names one sequence", 1.5, 0),
     Box("KVLayout", "kv.py", "what one token stores", -0.5, 0),
     Box("Sequences", "cache/sequences.py", "all allocators in step", 1.5, 1),
     Box("StepBuffers", "cache/step.py", "tables and lengths on the GPU", 0.5, 1),
@@ -75,11 +75,11 @@ CACHE = (
     Box("cached_attention", "functional.py", "reads the view", 1, 3),
 )
 CACHE_ARROWS = (
-    Arrow("KVCache", "Handle", "admit()"),
+    Arrow("KVCache", "SequenceHandle", "admit()"),
     Arrow("KVLayout", "KVCache"),
     Arrow("KVLayout", "LayerCache"),
     Arrow("KVCache", "StepBuffers", "step()"),
-    Arrow("Handle", "Sequences"),
+    Arrow("SequenceHandle", "Sequences"),
     Arrow("Sequences", "PageAllocator", "reserve()"),
     Arrow("StepBuffers", "KVView"),
     Arrow("LayerCache", "KVView", "append()"),

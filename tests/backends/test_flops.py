@@ -83,7 +83,7 @@ def test_flops_of_a_fake_packed_call_are_as_if_every_sequence_were_the_longest(l
 def test_flops_over_a_cache_are_those_over_its_keys(layout):
     cache = KVCache.paged([layout], pages=16, page_size=4, max_sequences=2)
     long, short = cache.admit(2)
-    width = layout.dim + layout.tail
+    width = layout.dim + layout.rope_dim
 
     def dense(s, t):
         shapes = ((1, s, 4, width), (1, t, layout.heads, width), (1, t, layout.heads, layout.value_dim))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from attnlib import (
     CAUSAL,
-    SAVE_OPS,
+    CHECKPOINT_SAVE_OPS,
     GroupedQueryAttention,
     KVCache,
     KVLayout,
@@ -85,14 +85,14 @@ def test_the_cache_operators(layout, page_size, tokens):
     cache.admit(2)
     with cache.step(tokens, replay=True) as (kv,):
         view = kv.view()
-        second = view.k_tail if layout.is_latent else view.v
+        second = view.k_rope if layout.is_latent else view.v
         new = [torch.randn(12, *plane.shape[2:]) for plane in (view.k, second)]
         slots = torch.tensor([0, 1, -1, 3, 4, 5, 6, 7, 8, 9, 10, 11])
         torch.library.opcheck(OPS.torch_write.default, (view.k, second, *new, slots))
-        for plane in (view.k, view.k_tail, view.v):
+        for plane in (view.k, view.k_rope, view.v):
             if plane is not None:
                 plane.normal_()
-        q = torch.randn(2, tokens, 4, layout.dim + layout.tail)
+        q = torch.randn(2, tokens, 4, layout.dim + layout.rope_dim)
         asked = checked(Call(q, CAUSAL, Score(0.3, sinks=torch.randn(4)), kv=view))
         torch.library.opcheck(OPS.torch_cached.default, flat_over_view(asked))
 
@@ -195,7 +195,7 @@ def layer_of(kind: str) -> torch.nn.Module:
     )
 
 
-KEEP = partial(create_selective_checkpoint_contexts, list(SAVE_OPS))
+KEEP = partial(create_selective_checkpoint_contexts, list(CHECKPOINT_SAVE_OPS))
 CHECKPOINTS = {
     "reentrant": {"use_reentrant": True},
     "whole": {"use_reentrant": False},
@@ -209,7 +209,7 @@ def test_a_checkpointed_layer_has_the_same_gradients(way, kind):
     layer, x = layer_of(kind), torch.randn(2, 9, 32, requires_grad=True)
     leaves = [x, *layer.parameters()]
     plain = backward(layer(x), leaves)
-    with Calls(*SAVE_OPS) as attentions, Calls(torch.ops.aten.mm.default) as products:
+    with Calls(*CHECKPOINT_SAVE_OPS) as attentions, Calls(torch.ops.aten.mm.default) as products:
         out = checkpoint(layer, x, **CHECKPOINTS[way])
         once = products.count
         kept = backward(out, leaves)

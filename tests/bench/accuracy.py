@@ -40,9 +40,9 @@ def error(layout: KVLayout, draw) -> float:
     """Of attention over a cache of this layout, relative to the norm of the output."""
     torch.manual_seed(0)
     k = draw(HEADS, TOKENS, layout.heads, layout.dim)
-    rope = torch.randn(HEADS, TOKENS, layout.tail)
+    rope = torch.randn(HEADS, TOKENS, layout.rope_dim)
     v = k if layout.is_latent else draw(HEADS, TOKENS, layout.heads, layout.value_dim)
-    q = torch.randn(HEADS, 1, 1, layout.dim + layout.tail)
+    q = torch.randn(HEADS, 1, 1, layout.dim + layout.rope_dim)
     q /= k.square().mean().sqrt()  # scores of about one, whatever the scale of the keys
     whole = torch.cat((k, rope[:, :, None]), -1) if layout.is_latent else k
     exact = attention(q.double(), whole.double(), v.double(), mask=FULL)

@@ -11,12 +11,12 @@ def test_errors_are_those_of_the_formats(monkeypatch):
     monkeypatch.setattr(accuracy, "TOKENS", 256)
     monkeypatch.setattr(accuracy, "HEADS", 4)
     plain, int8, fp8 = (
-        accuracy.error(KVLayout.grouped(1, 32, store=store), accuracy.normal)
+        accuracy.error(KVLayout.grouped(1, 32, storage_dtype=store), accuracy.normal)
         for store in (None, torch.int8, torch.float8_e4m3fn)
     )
     assert plain < 1e-6
     assert 1e-3 < int8 < 1.5e-2 < fp8 < 6e-2
-    assert accuracy.error(KVLayout.grouped(1, 32, store=torch.int8), accuracy.outliers) > int8
+    assert accuracy.error(KVLayout.grouped(1, 32, storage_dtype=torch.int8), accuracy.outliers) > int8
 
 
 def test_the_table(monkeypatch):

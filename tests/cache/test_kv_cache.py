@@ -20,7 +20,7 @@ from cache_model import (
 
 from attnlib import CacheFullError, KVCache, KVLayout
 from attnlib.cache import layer_cache, layers
-from attnlib.cache.pages import Handle
+from attnlib.cache.pages import SequenceHandle
 
 
 def test_a_window_in_a_contiguous_cache_keeps_its_row():
@@ -127,8 +127,12 @@ def test_nothing_else_is_done_inside_a_step_or_a_read(make):
         (lambda live, dead, other: {live: -1}, ValueError, "tokens: expected at least 0, got -1"),
         (lambda live, dead, other: {live: 1, dead: 1}, ValueError, "not a live sequence of this cache"),
         (lambda live, dead, other: {live: 1, other: 1}, ValueError, "not a live sequence of this cache"),
-        (lambda live, dead, other: {live: 1, Handle(): 1}, ValueError, "not a live sequence of this cache"),
-        (lambda live, dead, other: {0: 1}, TypeError, "handle: expected a Handle"),
+        (
+            lambda live, dead, other: {live: 1, SequenceHandle(): 1},
+            ValueError,
+            "not a live sequence of this cache",
+        ),
+        (lambda live, dead, other: {0: 1}, TypeError, "handle: expected a SequenceHandle"),
         (lambda live, dead, other: {live: 2**31}, (ValueError, CacheFullError), "int32|max_length"),
     ],
 )
@@ -156,7 +160,7 @@ def test_released_and_foreign_handles_are_refused(call):
             lambda handle=handle: getattr(twin.cache, call)(handle, *arguments),
             "not a live",
         )
-    refused(twin, TypeError, lambda: getattr(twin.cache, call)(3, *arguments), "expected a Handle")
+    refused(twin, TypeError, lambda: getattr(twin.cache, call)(3, *arguments), "expected a SequenceHandle")
     if call == "release":
         refused(twin, ValueError, lambda: twin.cache.release(live, dead), "not a live")
         refused(twin, ValueError, lambda: twin.cache.release(live, live), "each sequence once")
@@ -311,7 +315,10 @@ def test_pages_freed_by_one_sequence_serve_another():
 @pytest.mark.parametrize("store", [None, torch.int8, torch.float8_e4m3fn])
 def test_check_mode_poisons_what_is_free(monkeypatch, store):
     monkeypatch.setenv("ATTNLIB_CHECK", "1")
-    layouts = [KVLayout.grouped(2, 3, store=store), KVLayout.latent(4, 2, window=3, store=store)]
+    layouts = [
+        KVLayout.grouped(2, 3, storage_dtype=store),
+        KVLayout.latent(4, 2, window=3, storage_dtype=store),
+    ]
     cache = KVCache.paged(layouts, pages=8, page_size=2, max_sequences=3)
 
     def poisoned() -> list[list[int]]:

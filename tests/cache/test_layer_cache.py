@@ -192,7 +192,11 @@ def test_a_failed_step_records_no_convention():
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("latent", [False, True])
 def test_quantised_planes_hold_bytes_and_scales(store, latent):
-    cache = cache_of(KVLayout.latent(4, 2, store=store) if latent else KVLayout.grouped(2, 4, 3, store=store))
+    cache = cache_of(
+        KVLayout.latent(4, 2, storage_dtype=store)
+        if latent
+        else KVLayout.grouped(2, 4, 3, storage_dtype=store)
+    )
     (handle,) = cache.admit()
     k, v = (torch.randn(1, 3, 4), torch.randn(1, 3, 2)) if latent else kv(1, 3)
     appending(cache, k, v)
@@ -209,7 +213,7 @@ def test_quantised_planes_hold_bytes_and_scales(store, latent):
             if latent:
                 assert view.v is view.k
                 assert view.v_scale is view.k_scale
-                assert torch.equal(view.k_tail[page, :3, 0], v[0])
+                assert torch.equal(view.k_rope[page, :3, 0], v[0])
             else:
                 assert torch.equal(view.v_scale[page, :3], quantise(v[0], store)[1])
 

@@ -31,7 +31,9 @@ def answers(page_size: int | None, backend: str) -> list[torch.Tensor]:
                 widths = ((16,), (4,)) if layout.is_latent else ((2, 8), (2, 5))
                 new = [torch.randn(*rows, *x, dtype=torch.float64, generator=generator) for x in widths]
                 view = kv.append(*new)
-                q = torch.randn(*rows, 4, layout.dim + layout.tail, dtype=torch.float64, generator=generator)
+                q = torch.randn(
+                    *rows, 4, layout.dim + layout.rope_dim, dtype=torch.float64, generator=generator
+                )
                 last = q[:, -9:] if isinstance(tokens, int) else q
                 for mask in masks:
                     found += cached_attention_with_lse(last, view, mask=mask, backend=backend)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnlib import CacheFullError, KVLayout
 from attnlib.cache import pages, sequences
-from attnlib.cache.pages import Handle, PageAllocator
+from attnlib.cache.pages import PageAllocator, SequenceHandle
 from attnlib.sizes import cache_bytes
 
 laws = settings(deadline=None, max_examples=60)
@@ -21,9 +21,9 @@ growth = st.lists(st.integers(0, 9), max_size=5)
 
 def allocator_of(
     *lengths: int, total: int = 64, page_size: int = 4, **kept
-) -> tuple[PageAllocator, list[Handle]]:
+) -> tuple[PageAllocator, list[SequenceHandle]]:
     allocator = PageAllocator(total, page_size, **kept)
-    handles = [Handle() for _ in lengths]
+    handles = [SequenceHandle() for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         allocator.admit(handle)
         allocator.commit(allocator.reserve({handle: length}))
@@ -35,7 +35,7 @@ def allocator_of(
 def test_restore_is_the_inverse_of_reserve(lengths, more, page_size, window):
     allocator, handles = allocator_of(*lengths, page_size=page_size, window=window)
     for handle in handles[:2]:
-        allocator.fork(handle, Handle())
+        allocator.fork(handle, SequenceHandle())
     before = allocator_state(allocator)
     tokens = {handle: more.draw(st.integers(0, 9)) for handle in allocator.handles}
     try:
@@ -53,7 +53,7 @@ def test_restore_is_the_inverse_of_reserve(lengths, more, page_size, window):
 def test_slots_of_a_step_are_new_distinct_and_owned(lengths, more, page_size, window):
     allocator, handles = allocator_of(*lengths, page_size=page_size, window=window, total=128)
     for handle in handles[:2]:
-        allocator.fork(handle, Handle())
+        allocator.fork(handle, SequenceHandle())
     written = {
         (page, j % page_size)
         for handle in allocator.handles
@@ -78,7 +78,7 @@ def test_slots_of_a_step_are_new_distinct_and_owned(lengths, more, page_size, wi
 )
 @laws
 def test_pages_are_those_that_sizes_counts(chunks, page_size, window, first, rollback):
-    kept = {"window": window, "keep_first": 0 if window is None else first}
+    kept = {"window": window, "first_tokens": 0 if window is None else first}
     allocator, (handle,) = allocator_of(0, page_size=page_size, **kept, rollback=rollback)
     layout = KVLayout.grouped(1, 1, **kept)
     for n in chunks:
@@ -115,7 +115,7 @@ def test_truncate_past_what_a_window_kept_is_refused_and_changes_nothing():
 
 def test_only_the_first_of_two_writers_to_a_shared_page_copies_it():
     allocator, (parent,) = allocator_of(6, total=8)
-    child, idle = Handle(), Handle()
+    child, idle = SequenceHandle(), SequenceHandle()
     allocator.fork(parent, child)
     shared = allocator.holding(parent).pages[-1]
     plan = allocator.reserve({parent: 1, child: 1})
@@ -132,14 +132,14 @@ def test_only_the_first_of_two_writers_to_a_shared_page_copies_it():
 
 def test_a_full_last_page_is_shared_without_a_copy():
     allocator, (parent,) = allocator_of(8, total=8)
-    child = Handle()
+    child = SequenceHandle()
     allocator.fork(parent, child)
     assert allocator.reserve({parent: 1, child: 1}).copies == []
 
 
 def test_copies_count_in_the_reservation():
     allocator, (parent,) = allocator_of(6, total=3)
-    child = Handle()
+    child = SequenceHandle()
     allocator.fork(parent, child)
     before = allocator_state(allocator)
     with pytest.raises(CacheFullError) as error:
@@ -153,7 +153,7 @@ def test_copies_count_in_the_reservation():
 
 def test_fork_release_and_append_leave_no_page_behind():
     allocator, (parent,) = allocator_of(10, total=8)
-    child = Handle()
+    child = SequenceHandle()
     allocator.fork(parent, child)
     assert allocator.release(parent) == []
     allocator.commit(allocator.reserve({child: 3}))
@@ -168,13 +168,13 @@ def test_an_allocator_refuses_handles_it_does_not_hold():
     for call in (
         allocator.holding,
         allocator.release,
-        lambda h: allocator.fork(h, Handle()),
+        lambda h: allocator.fork(h, SequenceHandle()),
         lambda h: allocator.truncate(h, 0),
     ):
         before = allocator_state(allocator)
         with pytest.raises(ValueError, match="not a live sequence"):
             call(handle)
-        with pytest.raises(TypeError, match="expected a Handle"):
+        with pytest.raises(TypeError, match="expected a SequenceHandle"):
             call("first")
         assert allocator_state(allocator) == before
 

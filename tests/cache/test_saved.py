@@ -29,13 +29,13 @@ LAYOUTS = {
     "windows": [
         KVLayout.grouped(2, 8),
         KVLayout.grouped(1, 8, window=6),
-        KVLayout.grouped(1, 8, window=5, keep_first=3),
+        KVLayout.grouped(1, 8, window=5, first_tokens=3),
     ],
     "int8": [
-        KVLayout.grouped(2, 8, store=torch.int8, dtype=torch.bfloat16),
-        KVLayout.latent(8, 4, store=torch.int8),
+        KVLayout.grouped(2, 8, storage_dtype=torch.int8, dtype=torch.bfloat16),
+        KVLayout.latent(8, 4, storage_dtype=torch.int8),
     ],
-    "fp8": [KVLayout.grouped(2, 8, store=torch.float8_e4m3fn, dtype=torch.float16)],
+    "fp8": [KVLayout.grouped(2, 8, storage_dtype=torch.float8_e4m3fn, dtype=torch.float16)],
 }
 
 
@@ -49,7 +49,7 @@ def append(cache: KVCache, n: int, rows: int) -> None:
             x = layer.layout
             lead, dtype = (rows, n), x.dtype
             if x.is_latent:
-                tail = torch.randn(*lead, x.tail, dtype=dtype) if x.tail else None
+                tail = torch.randn(*lead, x.rope_dim, dtype=dtype) if x.rope_dim else None
                 layer.append(torch.randn(*lead, x.dim, dtype=dtype), tail)
             else:
                 layer.append(
@@ -153,7 +153,7 @@ def test_an_empty_sequence(tmp_path):
 
 @given(
     window=st.integers(1, 9),
-    keep_first=st.sampled_from([0, 0, 3]),
+    first_tokens=st.sampled_from([0, 0, 3]),
     rollback=st.integers(0, 9),
     padding=st.integers(0, 6),
     length=st.integers(1, 40),
@@ -163,15 +163,15 @@ def test_an_empty_sequence(tmp_path):
 @settings(max_examples=60, deadline=None)
 @torch.no_grad()
 def test_whatever_is_saved_is_loaded(
-    tmp_path_factory, window, keep_first, rollback, padding, length, cut, page_sizes
+    tmp_path_factory, window, first_tokens, rollback, padding, length, cut, page_sizes
 ):
     """Cut back, padded on the left, or into pages of another size: it goes on as it would have in its own
     cache.
     """
-    if keep_first:
+    if first_tokens:
         padding, page_sizes = 0, page_sizes[:1] * 2  # pages of other first tokens do not fit each other
     path = tmp_path_factory.getbasetemp() / "cut"
-    layouts = [KVLayout.grouped(1, 4, window=window, keep_first=keep_first), KVLayout.grouped(1, 4)]
+    layouts = [KVLayout.grouped(1, 4, window=window, first_tokens=first_tokens), KVLayout.grouped(1, 4)]
     one, other = (made(layouts, size, 120, rollback=rollback) for size in page_sizes)
     (handle,) = one.admit(left_padding=[padding])
     for _ in range(padding + length):  # one by one, so that the window drops what it can
@@ -179,7 +179,7 @@ def test_whatever_is_saved_is_loaded(
     one.truncate(handle, max(padding, least(one, handle), padding + length - cut))
     one.save(handle, path)
     loaded = other.load(path)
-    masks = attention_sinks(keep_first, window) if keep_first else sliding(window), CAUSAL
+    masks = attention_sinks(first_tokens, window) if first_tokens else sliding(window), CAUSAL
     q, new = torch.randn(1, 1, 1, 4), torch.randn(2, 1, 1, 1, 4)
 
     def next_row(cache):
@@ -366,7 +366,7 @@ def test_half_a_file_is_refused_and_never_written(tmp_path, monkeypatch):
 def test_as_many_pages_as_are_said_are_enough(window, most, page_size):
     """And for what has no window, or comes at once, one less is not."""
     layouts, lengths = [KVLayout.grouped(1, 4, window=window)], (50, 3, 0)
-    pages = KVCache.pages_for(layouts, lengths, page_size=page_size, most=most)
+    pages = KVCache.pages_for(layouts, lengths, page_size=page_size, max_step_tokens=most)
 
     def fill(pages):
         cache = made(layouts, page_size, pages, max_length=50)
@@ -381,3 +381,30 @@ def test_as_many_pages_as_are_said_are_enough(window, most, page_size):
     if window is None or most is None:
         with pytest.raises(CacheFullError):
             fill({of: n - 1 for of, n in pages.items()})
+
+
+def test_a_file_with_the_names_of_before_loads(tmp_path):
+    """Files still say ``store``, ``tail``, ``keep_first`` and ``k_tail``."""
+    layout = KVLayout.latent(8, 4, window=6, first_tokens=2, storage_dtype=torch.int8)
+    file = {
+        "0.numbers": torch.arange(3, dtype=torch.int32),
+        "0.k": torch.randint(-127, 128, (3, 1, 8), dtype=torch.int8),
+        "0.k_tail": torch.randn(3, 1, 4),
+        "0.k_scale": torch.rand(3, 1),
+    }
+    fields = {
+        "heads": 1, "dim": 8, "value_dim": 8, "tail": 4, "is_latent": True, "window": 6,
+        "dtype": "torch.float32", "store": "torch.int8", "keep_first": 2,
+    }  # fmt: skip
+    metadata = {
+        "format": "attnlib sequence 1", "length": 3, "rollback": 0,
+        "layouts": [fields], "conventions": [None],
+    }  # fmt: skip
+    save_file(file, tmp_path / "old", {name: json.dumps(x) for name, x in metadata.items()})
+    cache = KVCache.paged([layout], pages=4, page_size=4, max_sequences=1)
+    sequence = cache.load(tmp_path / "old")
+    cache.save(sequence, tmp_path / "new")
+    with safe_open(tmp_path / "new", "pt") as new:
+        assert {name: json.loads(x) for name, x in new.metadata().items()} == metadata
+        assert {*new.keys()} == {*file}
+        assert all(torch.equal(new.get_tensor(name), x) for name, x in file.items())

@@ -44,7 +44,7 @@ def test_a_stream_as_the_whole_sequence(kind, backend, monkeypatch):
     """Dropped pages are NaN and go to the other sequence; rows change places; pages stay few."""
     monkeypatch.setenv("ATTNLIB_CHECK", "1")
     layer = a_layer(kind, attention_sinks(5, 8), backend)
-    assert (layer.kv_layout.window, layer.kv_layout.keep_first) == (8, 5)
+    assert (layer.kv_layout.window, layer.kv_layout.first_tokens) == (8, 5)
     x = torch.randn(2, sum(max(n) if isinstance(n, tuple) else n for n in STEPS), 32)
     whole = layer(x)
     cache, done = KVCache.paged([layer.kv_layout], pages=24, **SIZES), [0, 0]
@@ -97,7 +97,7 @@ def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(
     reaches = {}
 
     def made(layout, rows, device, **sizes):
-        return torch.full((layout.heads, rows), float(layout.keep_first))
+        return torch.full((layout.heads, rows), float(layout.first_tokens))
 
     def updated(schedule, starts, lengths, *, reach, **options):
         reaches[id(schedule)] = reach
@@ -105,7 +105,7 @@ def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(
     monkeypatch.setattr(buffer, "new_schedule", made)
     monkeypatch.setattr(buffer, "update_schedule", updated)
     layouts = [
-        KVLayout.grouped(n, 4, window=8, keep_first=first) for n, first in zip(heads, (0, 5), strict=True)
+        KVLayout.grouped(n, 4, window=8, first_tokens=first) for n, first in zip(heads, (0, 5), strict=True)
     ][::order]
     cache = KVCache.paged(layouts, pages=16, page_size=4, max_sequences=2)
     cache.admit(2)
@@ -114,6 +114,6 @@ def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(
     for view in views:
         assert view.schedule is not None
         assert view.schedule.shape[0] == view.layout.heads
-        assert bool((view.schedule == view.layout.keep_first).all())
-        assert reaches[id(view.schedule)] == (None if view.layout.keep_first else 8 + 1)
+        assert bool((view.schedule == view.layout.first_tokens).all())
+        assert reaches[id(view.schedule)] == (None if view.layout.first_tokens else 8 + 1)
     assert len(reaches) == 2  # and nobody else has one, to be updated for nothing

@@ -64,7 +64,7 @@ def leaves_and_gradient(*, heads_first=False):
 
 def gradients(leaves, dout, **options):
     return torch.autograd.grad(
-        attention(*leaves, mask=CAUSAL, backend="triton:plain"), leaves, dout, **options
+        attention(*leaves, mask=CAUSAL, backend="triton:generic"), leaves, dout, **options
     )
 
 
@@ -98,7 +98,7 @@ def test_a_gradient_that_lies_otherwise():
 def test_a_graph_that_is_kept_or_differentiated():
     leaves, dout = leaves_and_gradient()
     expected = gradients(leaves, dout)
-    out = attention(*leaves, mask=CAUSAL, backend="triton:plain")
+    out = attention(*leaves, mask=CAUSAL, backend="triton:generic")
     for _ in range(2):
         assert_same_bits(
             *zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), expected, strict=True)
@@ -107,9 +107,9 @@ def test_a_graph_that_is_kept_or_differentiated():
     assert_same_bits(*zip((x.detach() for x in found), expected, strict=True))
     with pytest.raises(RuntimeError, match="no second derivative"):
         found[0].sum().backward()
-    out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton:plain")
+    out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton:generic")
     of_lse = torch.autograd.grad(lse.sum(), leaves[:2], retain_graph=True)
-    out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton:plain")
+    out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton:generic")
     assert_same_bits(*zip(torch.autograd.grad(lse.sum(), leaves[:2], retain_graph=True), of_lse, strict=True))
     assert_same_bits(*zip(torch.autograd.grad(out, leaves, dout), expected, strict=True))
 
@@ -117,7 +117,7 @@ def test_a_graph_that_is_kept_or_differentiated():
 def test_a_checkpoint_of_a_first_call_runs_a_repeated_one():
     """It holds what is saved then against what was saved before."""
     leaves, dout = leaves_and_gradient()
-    call = partial(attention, mask=CAUSAL, backend="triton:plain")
+    call = partial(attention, mask=CAUSAL, backend="triton:generic")
     found = [
         torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves, dout) for _ in range(2)
     ]

@@ -34,7 +34,7 @@ SHORT = {
     "fewer prompts": (lambda: masks.prefix_lm(torch.tensor([1, 2])), "b=3"),
     "fewer windows": (lambda: masks.head_windows(torch.tensor([1, 2])), "h=4"),
     "a small tree": (lambda: masks.tree(torch.ones(3, 3) > 0), "s=5, s=5"),
-    "fewer counts": (lambda: masks.used(torch.ones(3).int(), torch.ones(2).int()), "b=3"),
+    "fewer counts": (lambda: masks.seqused(torch.ones(3).int(), torch.ones(2).int()), "b=3"),
     "fewer lists": (lambda: masks.block_list(torch.zeros(2, 1, 1, 1).int(), 8, 5), "b=3"),
 }
 

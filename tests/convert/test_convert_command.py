@@ -461,7 +461,7 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
             ("--rank", "9", "--norm", "calibrated"),
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
-        ("dynamic", ("--rank", "9"), "got DynamicNTK; use gqa_to_mla or --to attnlib"),
+        ("dynamic", ("--rank", "9"), "got DynamicNTKScaling; use gqa_to_mla or --to attnlib"),
         (
             "llama",
             ("--rank", "9", "--norm", "calibrated", "--no-calibration"),

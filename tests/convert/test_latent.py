@@ -36,7 +36,7 @@ from attnlib.convert.latent.embedding import concentrate, embed
 from attnlib.convert.latent.folding import even_queries
 from attnlib.convert.latent.layers import identity_eps, join
 from attnlib.convert.latent.truncation import truncate
-from attnlib.rope.scaling import DynamicNTK
+from attnlib.rope.scaling import DynamicNTKScaling
 from attnlib.rope.selected import select
 
 ROTARY = [name for name, rope in ROPES.items() if rope is not None]
@@ -405,7 +405,7 @@ def test_a_selected_rope_turns_as_the_chosen_pairs():
 
 
 def test_dynamic_ntk_is_scaled_for_a_length():
-    rope = Rope(D, scaling=DynamicNTK(2.0, 8))
+    rope = Rope(D, scaling=DynamicNTKScaling(2.0, 8))
     layer = grouped((2, 1))
     layer.rope = rope
     x = tokens(1, 20)

@@ -92,7 +92,7 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
         convert(
             source, tmp_path / str(index), made.converter(sizes), settings={"sizes": sizes}, progress=False
         )
-        said = attnlib.load(tmp_path / str(index))(tokens).logits.log_softmax(-1)
+        said = attnlib.load_pretrained(tmp_path / str(index))(tokens).logits.log_softmax(-1)
         apart = (expected.exp() * (expected - said)).sum(-1).mean()
         assert found[index][small] == pytest.approx(float(apart), rel=1e-3, abs=1e-6)
         assert found[index][whole] == pytest.approx(0, abs=1e-6)

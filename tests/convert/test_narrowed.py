@@ -11,16 +11,24 @@ from hypothesis import strategies as st
 from attnlib import Rope
 from attnlib.convert.latent.narrowed import narrowed
 from attnlib.rope.rope import yarn_ramp
-from attnlib.rope.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+from attnlib.rope.scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    ProportionalScaling,
+    YaRNScaling,
+)
 
-PLAIN = [None, Linear(4.0), Llama3(8.0, 1.0, 4.0, 64)]
+PLAIN = [None, LinearScaling(4.0), Llama3Scaling(8.0, 1.0, 4.0, 64)]
 SOURCES = {  # theta and what is said of YaRN, of published models and of the default numbers
-    "qwen2": (1e6, YaRN(4.0, 32768)),
-    "llama2": (1e4, YaRN(16.0, 4096)),
-    "not rounded": (150_000.0, YaRN(32.0, 4096, truncate=False)),
-    "other turns": (1e4, YaRN(40.0, 4096, beta_fast=16.0, beta_slow=2.0)),
-    "one step": (1e4, YaRN(40.0, 4096, beta_fast=8.0, beta_slow=8.0)),
-    "from the first pair": (1e4, YaRN(8.0, 128)),
+    "qwen2": (1e6, YaRNScaling(4.0, 32768)),
+    "llama2": (1e4, YaRNScaling(16.0, 4096)),
+    "not rounded": (150_000.0, YaRNScaling(32.0, 4096, truncate=False)),
+    "other turns": (1e4, YaRNScaling(40.0, 4096, beta_fast=16.0, beta_slow=2.0)),
+    "one step": (1e4, YaRNScaling(40.0, 4096, beta_fast=8.0, beta_slow=8.0)),
+    "from the first pair": (1e4, YaRNScaling(8.0, 128)),
 }
 
 
@@ -62,7 +70,7 @@ def test_yarns_of_published_models_can_be_said(name, dim):
     st.booleans(),
 )
 def test_any_yarn_turns_alike_or_is_refused(pairs, f, theta, factor, original, slow, more, truncate):
-    yarn = YaRN(factor, original, beta_fast=slow * more, beta_slow=slow, truncate=truncate)
+    yarn = YaRNScaling(factor, original, beta_fast=slow * more, beta_slow=slow, truncate=truncate)
     old = Rope(2 * pairs * f, theta=theta, scaling=yarn)
     low, high = yarn_ramp(old, yarn)
     can_be_said = f == 1 or low <= high <= f * (2 * pairs - 1)
@@ -73,22 +81,30 @@ def test_any_yarn_turns_alike_or_is_refused(pairs, f, theta, factor, original, s
 
 def test_ends_on_kept_pairs_are_told_as_all_loaders_round_them():
     """vLLM and llama.cpp always round, and llama.cpp passes over other numbers than YaRN's own."""
-    old = Rope(128, theta=1200.0, scaling=YaRN(4.0, 256, mscale=1.0, mscale_all_dim=1.0))
+    old = Rope(128, theta=1200.0, scaling=YaRNScaling(4.0, 256, mscale=1.0, mscale_all_dim=1.0))
     low, high = yarn_ramp(old, old.scaling)
     assert low % 2 == high % 2 == 0 < low
     new = narrowed(old, 64)
     assert new.scaling == old.scaling
     assert yarn_ramp(new, new.scaling) == (low / 2, high / 2)
-    assert not narrowed(Rope(128, theta=1e6, scaling=YaRN(4.0, 32768)), 64).scaling.truncate  # 23 / 2
+    assert not narrowed(Rope(128, theta=1e6, scaling=YaRNScaling(4.0, 32768)), 64).scaling.truncate  # 23 / 2
 
 
 def test_the_attention_factor_is_said_of_all_channels():
-    yarn = YaRN(4.0, 4096, attention_factor=3.0)
-    assert narrowed(Rope(64, scaling=yarn), 64).scaling == YaRN(4.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+    yarn = YaRNScaling(4.0, 4096, attention_factor=3.0)
+    assert narrowed(Rope(64, scaling=yarn), 64).scaling == YaRNScaling(
+        4.0, 4096, mscale=1.0, mscale_all_dim=1.0
+    )
 
 
 @pytest.mark.parametrize(
-    "scaling", [NTK(4.0), DynamicNTK(4.0, 16), LongRoPE((1.0,) * 4, (2.0,) * 4, 4.0, 16), Proportional(0.5)]
+    "scaling",
+    [
+        NTKScaling(4.0),
+        DynamicNTKScaling(4.0, 16),
+        LongRoPEScaling((1.0,) * 4, (2.0,) * 4, 4.0, 16),
+        ProportionalScaling(0.5),
+    ],
 )
 def test_scalings_that_deepseek_cannot_say_are_refused_by_name(scaling):
     with pytest.raises(NotImplementedError, match=rf"rope: .* got {type(scaling).__name__}; .* --to attnlib"):
@@ -104,6 +120,6 @@ def test_widths_that_do_not_divide_are_refused(dim):
 
 
 def test_a_ramp_that_ends_behind_all_pairs_is_refused():
-    old = Rope(8, theta=2.0, scaling=YaRN(4.0, 1024, beta_fast=500.0))
+    old = Rope(8, theta=2.0, scaling=YaRNScaling(4.0, 1024, beta_fast=500.0))
     with pytest.raises(NotImplementedError, match="rope_dim: expected 8, because YaRN's ramp ends beyond"):
         narrowed(old, 4)

@@ -1,5 +1,5 @@
-"""``--to attnlib`` and ``attnlib.load``: models whose layers are each of a size of their own, and what
-refuses them.
+"""``--to attnlib`` and ``attnlib.load_pretrained``: models whose layers are each of a size of their own,
+and what refuses them.
 """
 
 import json
@@ -102,7 +102,7 @@ def test_equal_heads_of_every_family_become_one(tmp_path, kind, dtype):
     out = run(
         saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", GROUPS, "--grouping", "neighbours"
     )
-    loaded = attnlib.load(out)
+    loaded = attnlib.load_pretrained(out)
     assert is_as_exact(tmp_path / "in", loaded)
     layers = [module for module in loaded.modules() if isinstance(module, attnlib.GroupedQueryAttention)]
     assert {layer.num_kv_heads for layer in layers} == {GROUPS}
@@ -111,7 +111,7 @@ def test_equal_heads_of_every_family_become_one(tmp_path, kind, dtype):
 def test_heads_of_a_family_that_has_no_word_for_fewer_become_fewer(tmp_path):
     model = make("gpt2")
     out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", 2)
-    loaded = attnlib.load(out)
+    loaded = attnlib.load_pretrained(out)
     assert loaded.transformer.h[0].attn.layer.k_proj.weight.shape[0] == 2 * 8
     assert says(loaded).isfinite().all()
 
@@ -125,7 +125,7 @@ def test_a_whole_latent_is_the_same_function(tmp_path, kind, dtype):
     rope = getattr(model.config, "rope_parameters", None)
     rotary = 0 if rope is None else KV_HEADS * int(dim * (rope.get("partial_rotary_factor") or 1))
     options = ("--rank", 2 * KV_HEADS * dim - rotary, *(("--rope-dim", rotary) if rotary else ()))
-    loaded = attnlib.load(run(saved(model, tmp_path / "in"), tmp_path / "out", *options))
+    loaded = attnlib.load_pretrained(run(saved(model, tmp_path / "in"), tmp_path / "out", *options))
     assert loaded.dtype == dtype
     assert is_as_exact(tmp_path / "in", loaded)
     assert any(isinstance(module, attnlib.MultiHeadLatentAttention) for module in loaded.modules())
@@ -146,7 +146,7 @@ def test_what_latents_lose_to_their_dtype_is_said(tmp_path):
 def test_latents_have_any_rope_and_window(tmp_path, rope, window):
     options = {"rope_parameters": ROPES[rope], "head_dim": 4}
     model = tiny(MistralConfig, sliding_window=window, **options)
-    loaded = attnlib.load(
+    loaded = attnlib.load_pretrained(
         run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16)
     )
     assert difference(model, loaded, length=12) < 1e-5
@@ -157,7 +157,7 @@ def test_latents_have_biases(tmp_path):
     model = tiny(Qwen2Config)
     out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16)
     assert report_of(out)["config_changes"]["layers"][0]["query_bias"]
-    assert difference(model, attnlib.load(out)) < 1e-5
+    assert difference(model, attnlib.load_pretrained(out)) < 1e-5
 
 
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
@@ -166,10 +166,10 @@ def test_latents_have_queries_of_low_rank(tmp_path, config):
     model = tiny(config)
     options = ("--rank", 16, "--rope-dim", 16)
     whole = run(saved(model, tmp_path / "in"), tmp_path / "whole", *options, "--q-rank", 32)
-    assert difference(model, attnlib.load(whole)) < 1e-5
+    assert difference(model, attnlib.load_pretrained(whole)) < 1e-5
     assert all(layer["query_error"] < 1e-6 for layer in report_of(whole)["layers"])
     cut = run(tmp_path / "in", tmp_path / "cut", *options, "--q-rank", 9)
-    loaded = attnlib.load(cut)
+    loaded = attnlib.load_pretrained(cut)
     assert {form.q_lora_rank for form in layers_of(json.loads((cut / "config.json").read_text()))} == {9}
     assert loaded.model.layers[0].self_attn.layer.q_a_proj.weight.shape == (9, 32)
     assert (loaded.model.layers[0].self_attn.layer.q_b_proj.bias is not None) == (config is Qwen2Config)
@@ -199,7 +199,7 @@ def test_a_cache_is_shared_by_what_layers_lose(tmp_path, source, options):
     forms = layers_of(json.loads((out / "config.json").read_text()))
     sizes = [getattr(form, "num_key_value_heads", None) or form.kv_lora_rank for form in forms]
     assert sizes == report["settings"]["sizes"]
-    loaded = attnlib.load(out)
+    loaded = attnlib.load_pretrained(out)
     layers = (layer.self_attn.layer for layer in loaded.model.layers)
     assert sum(layer.kv_layout.token_bytes for layer in layers) == after
 
@@ -207,7 +207,7 @@ def test_a_cache_is_shared_by_what_layers_lose(tmp_path, source, options):
 def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
     out = run(source, tmp_path / "out", "--cache", "75%", "--layers", "gqa")
     assert len({*report_of(out)["settings"]["sizes"]}) > 1
-    model = attnlib.load(out).eval()
+    model = attnlib.load_pretrained(out).eval()
     tokens, asked = (
         torch.arange(3, 25).view(2, 11),
         {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0},
@@ -226,7 +226,7 @@ def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
 def test_latents_decode_as_they_attend(tmp_path, source, kind):
     source = source if kind == "llama" else saved(make(kind), tmp_path / "in")
     out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
-    model = attnlib.load(out).eval()
+    model = attnlib.load_pretrained(out).eval()
     tokens, asked = (
         torch.arange(3, 25).view(2, 11),
         {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0},
@@ -241,7 +241,7 @@ def test_latents_decode_as_they_attend(tmp_path, source, kind):
 
 def test_a_loaded_model_trains_and_is_saved_as_it_was_read(tmp_path, source):
     out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
-    model = attnlib.load(out, dtype=torch.float32).train()
+    model = attnlib.load_pretrained(out, dtype=torch.float32).train()
     tokens = torch.randint(3, 60, (2, 11))
     model(tokens, labels=tokens).loss.backward()
     assert all(x.grad is not None and x.grad.any() for x in model.parameters() if x.dim() > 1)
@@ -251,7 +251,7 @@ def test_a_loaded_model_trains_and_is_saved_as_it_was_read(tmp_path, source):
     assert again["layers"] == first["layers"]
     assert again["base"]["model_type"] == "llama"
     assert "attnlib_layers" not in again["base"]
-    assert difference(model.eval(), attnlib.load(tmp_path / "again")) == 0
+    assert difference(model.eval(), attnlib.load_pretrained(tmp_path / "again")) == 0
 
 
 def test_others_refuse_the_folder(tmp_path, source):
@@ -261,7 +261,7 @@ def test_others_refuse_the_folder(tmp_path, source):
 
 
 def test_stock_folders_are_loaded_too(source):
-    model = attnlib.load(source)
+    model = attnlib.load_pretrained(source)
     assert type(model) is LlamaForCausalLM
     assert any(isinstance(module, attnlib.GroupedQueryAttention) for module in model.modules())
     assert difference(AutoModelForCausalLM.from_pretrained(source), model) < 1e-5
@@ -279,7 +279,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, source, how):
     }[how]
     save_file({key: x.clone() for key, x in weights.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"got {how} .*{name}"):
-        attnlib.load(out)
+        attnlib.load_pretrained(out)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -290,7 +290,7 @@ def test_tensors_that_no_model_has_are_passed_over(tmp_path, source, own):
     save_file(weights, tmp_path / "in" / "model.safetensors", {"format": "pt"})
     folder = run(tmp_path / "in", tmp_path / "out", "--kv-heads", 4) if own else tmp_path / "in"
     assert "model.layers.0.spare" in load_file(folder / "model.safetensors")
-    assert difference(AutoModelForCausalLM.from_pretrained(source), attnlib.load(folder)) < 1e-5
+    assert difference(AutoModelForCausalLM.from_pretrained(source), attnlib.load_pretrained(folder)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_configs_that_do_not_fit_are_refused(tmp_path, source, change, error, re
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(error, match=reason):
-        attnlib.load(out)
+        attnlib.load_pretrained(out)
 
 
 def test_latents_where_the_model_has_what_they_have_not_are_refused(tmp_path, source):
@@ -316,7 +316,7 @@ def test_latents_where_the_model_has_what_they_have_not_are_refused(tmp_path, so
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"base": make("gemma2").config.to_dict()}))
     with pytest.raises((ValueError, NotImplementedError), match="layers: expected"):
-        attnlib.load(out)
+        attnlib.load_pretrained(out)
 
 
 def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, capsys):
@@ -438,7 +438,8 @@ def test_a_gpu_says_the_same(tmp_path, size, dtype):
     source = saved(tiny(**wide).to(dtype), tmp_path / "in")
     out = run(source, tmp_path / "out", *map(str, size))
     model, other = (
-        attnlib.load(out, dtype=x, device=where) for x, where in ((torch.float32, "cpu"), (dtype, "cuda"))
+        attnlib.load_pretrained(out, dtype=x, device=where)
+        for x, where in ((torch.float32, "cpu"), (dtype, "cuda"))
     )
     tokens = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

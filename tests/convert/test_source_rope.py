@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attnlib.convert.checkpoint.errors import CheckpointError
 from attnlib.convert.checkpoint.source_rope import rope_of
-from attnlib.rope.rope import Linear, Rope
+from attnlib.rope.rope import LinearScaling, Rope
 
 CONFIG = {
     "model_type": "llama",
@@ -130,10 +130,13 @@ def test_learned_positions_are_no_rope(model_type):
             {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"low_freq_factor": None}},
             r"expected low_freq_factor",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": "4"}}, r"Linear\.factor: expected a number, got '4'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "4"}},
+            r"LinearScaling\.factor: expected a number, got '4'",
+        ),
         (
             {"rope_scaling": {"type": "linear", "factor": 0.5}},
-            r"Linear\.factor: expected a finite number of at least",
+            r"LinearScaling\.factor: expected a finite number of at least",
         ),
         ({"rope_theta": -1}, r"rope\.theta: expected a finite number above 0, got -1"),
         ({"rope_theta": "big"}, r"rope\.theta"),
@@ -166,7 +169,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads":
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
             Rope(256, 1e4),
-            Rope(256, 1e6, Linear(8.0)),
+            Rope(256, 1e6, LinearScaling(8.0)),
         ),
         (
             {

@@ -177,7 +177,7 @@ def test_layouts_of_a_window_and_other_first_tokens_are_scheduled_each_for_itsel
     """Each attends with a schedule of its own allocator, as the CPU does without one."""
     masks = [sliding(128), attention_sinks(16, 128)][::order]
     layouts = [
-        KVLayout.grouped(n, 64, **dict(zip(("window", "keep_first"), mask.kept, strict=True)))
+        KVLayout.grouped(n, 64, **dict(zip(("window", "first_tokens"), mask.kept, strict=True)))
         for n, mask in zip(heads[::order], masks, strict=True)
     ]
     sizes = {"pages": 64, "page_size": 16, "max_sequences": 2, "max_length": 512}

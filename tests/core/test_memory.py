@@ -72,8 +72,8 @@ def test_cached_decoding_gathers_at_most_512_tokens(layout, page_size):
     first = (96,) if layout.is_latent else (2, 64)
     with cache.step(length) as (kv,):
         kv.append(torch.randn(1, length, *first), torch.randn(1, length, *second))
-    q = torch.randn(1, 1, 8, layout.dim + layout.tail)
+    q = torch.randn(1, 1, 8, layout.dim + layout.rope_dim)
     with cache.step(1) as (kv,):
         view = kv.append(torch.randn(1, 1, *first), torch.randn(1, 1, *second))
         _, largest = allocations(lambda: cached_attention(q, view, mask=Mask(right=0)))
-    assert largest <= 512 * layout.heads * (layout.dim + layout.tail) * 4
+    assert largest <= 512 * layout.heads * (layout.dim + layout.rope_dim) * 4

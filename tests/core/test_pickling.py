@@ -13,8 +13,8 @@ from function_cases import MASK_NAMES, functions, narrow, tensors
 
 from attnlib import (
     CAUSAL,
-    FIRST_QUERY,
     FULL,
+    QUERY_OFFSET,
     GroupedQueryAttention,
     MultiHeadLatentAttention,
     Rope,
@@ -76,7 +76,7 @@ def test_what_is_known_of_a_mask_stays_known(way):
     assert packed.sections.tolist() == [0, 9, 20, 30]
     sinks = masks.attention_sinks(2, 9)
     assert WAYS[way](sinks).kept == sinks.kept
-    assert WAYS[way](FIRST_QUERY) is FIRST_QUERY
+    assert WAYS[way](QUERY_OFFSET) is QUERY_OFFSET
 
 
 def layers():

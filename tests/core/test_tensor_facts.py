@@ -221,7 +221,7 @@ def test_a_view_is_the_cache_and_an_append_writes_into_it(layout, paged):
             view = kv.append(k, v)
             assert view.k.data_ptr() == addresses["k"]
             assert view.v.data_ptr() == addresses["k" if layout.is_latent else "v"]
-            assert not layout.is_latent or view.k_tail.data_ptr() == addresses["k_tail"]
+            assert not layout.is_latent or view.k_rope.data_ptr() == addresses["k_rope"]
             assert storage(view.table) == storage(cache._buffers.windows[0].table)
             last = int(view.lengths[1]) - 1
             page, offset = int(view.table[1, last // view.page_size]), last % view.page_size

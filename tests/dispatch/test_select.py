@@ -36,7 +36,7 @@ def spec_of(*, strided: bool = False, **options):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    known = "'strict', 'triton', 'torch', 'reference', 'triton:plain'"
+    known = "'strict', 'triton', 'torch', 'reference', 'triton:generic'"
     with pytest.raises(ValueError, match=f"backend: expected None, {known}, got 'flash'"):
         select(spec_of(), "flash")
 
@@ -68,7 +68,7 @@ def test_the_answer_depends_on_the_spec_alone():
     assert any("waits for the device" in reason for reason in backend_of("torch").slow(packed))
 
 
-FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
+FP8 = KVLayout.grouped(2, 64, storage_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,11 @@ def test_86_slot_minus_one_is_skipped(contiguous):
 @pytest.mark.parametrize("latent", [False, True])
 def test_copied_pages_are_whole(latent, store):
     """Every plane and scale, bit for bit, and no other page."""
-    layout = KVLayout.latent(8, 4, store=store) if latent else KVLayout.grouped(2, 8, 5, store=store)
+    layout = (
+        KVLayout.latent(8, 4, storage_dtype=store)
+        if latent
+        else KVLayout.grouped(2, 8, 5, storage_dtype=store)
+    )
     planes = {
         name: torch.randint(-99, 99, (6, 4, heads, *((width,) if width else ()))).to(dtype)
         for name, (heads, width, dtype) in layout.planes.items()

@@ -81,7 +81,7 @@ def test_attnlibs_own_form_is_healed_too(folders, tmp_path, size, options, capfd
     old, new = weights(tmp_path / "own"), weights(out)
     assert {name: x.shape for name, x in old.items()} == {name: x.shape for name, x in new.items()}
     tokens = torch.arange(3, 19)[None]
-    assert attnlib.load(out)(tokens).logits.isfinite().all()
+    assert attnlib.load_pretrained(out)(tokens).logits.isfinite().all()
 
 
 def test_losses_fall_and_are_written_down(folders, tmp_path):

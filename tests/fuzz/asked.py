@@ -25,7 +25,7 @@ class Asked:
         self.draw, self.layer, self.lengths, self.rows, self.padding = draw, layer, lengths, rows, padding
         layout, self.heads = layer.layout, layer.heads
         lengths.slack = (draw.one((0, 0, 0, 2)) if lengths.packed else 0, 0)
-        self.width = layout.dim + layout.tail
+        self.width = layout.dim + layout.rope_dim
         reach = max(*lengths.queries, *lengths.keys) + 2
         self.band = draw.band(reach, window=layout.window)
         self.options = draw.options(len(rows), self.heads, self.width, reach=reach)
@@ -68,7 +68,7 @@ class Asked:
             scale=self.options.get("scale", self.width**-0.5),
             softcap=self.options.get("softcap"),
         )
-        eps = torch.finfo(torch.float32).eps if layout.store is not None else 0.0  # of the scales
+        eps = torch.finfo(torch.float32).eps if layout.storage_dtype is not None else 0.0  # of the scales
         return Question(
             tensors,
             rule,

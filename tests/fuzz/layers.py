@@ -28,7 +28,7 @@ class Layer:
 
     def __init__(self, draw: Draw, dtype: torch.dtype):
         window, store = draw.one((None, None, 1, 2, 3, 5, 8, 20)), draw.one(STORES)
-        kind = {"window": window, "dtype": dtype, "store": store}
+        kind = {"window": window, "dtype": dtype, "storage_dtype": store}
         if draw.maybe(0.3):
             rank, rope = draw.one((1, 4, 16, 24, 32, 64)), draw.one((0, 2, 4, 8, 16))
             self.layout, self.heads, widest = (
@@ -62,14 +62,14 @@ class Layer:
         """
         layout, total = self.layout, sum(counts.values())
         angles, cos, sin = self._angles(draw, lead)
-        widths = [layout.dim, layout.tail] if layout.is_latent else [layout.dim, layout.value_dim]
+        widths = [layout.dim, layout.rope_dim] if layout.is_latent else [layout.dim, layout.value_dim]
         heads = layout.heads
         planes = [draw.normal(total, heads, width).to(layout.dtype) for width in widths]
         hidden = [
             j < memory.padding[name] for name, n in counts.items() for j in self._places(memory, name, n)
         ]
         for i, plane in enumerate(planes):
-            quantises = layout.store is not None and not (i and layout.is_latent)
+            quantises = layout.storage_dtype is not None and not (i and layout.is_latent)
             turns = angles is not None and i == layout.is_latent
             if quantises:
                 plane = self._without_ties(draw, plane, (cos, sin) if turns else None)
@@ -84,7 +84,7 @@ class Layer:
         rows = [x.cpu().flatten(0, len(lead) - 1) for x in planes]
         tokens = self._tokens(counts, rows, None if angles is None else (cos, sin))
         k, v = (x.squeeze(-2) if layout.is_latent else x for x in planes)
-        return New(k, None if layout.is_latent and not layout.tail else v, angles, tokens)
+        return New(k, None if layout.is_latent and not layout.rope_dim else v, angles, tokens)
 
     def _places(self, memory: Memory, name, n: int) -> range:
         return range(memory.length(name), memory.length(name) + n)
@@ -106,7 +106,7 @@ class Layer:
         """x, 0 where one byte a value would not be sure to round as the oracle does."""
         for _ in range(8):
             y = x if turn is None else rotated(x, *turn, interleaved=self.interleaved)
-            low, high = (quantised(y, self.layout.store, 1 + sign * TIES) for sign in (-1, 1))
+            low, high = (quantised(y, self.layout.storage_dtype, 1 + sign * TIES) for sign in (-1, 1))
             unsure = low != high
             if not unsure.any():
                 return x
@@ -122,7 +122,9 @@ class Layer:
         elif turn is not None:
             k = rotated(k, *turn, interleaved=self.interleaved)
         k, v = (
-            x.double() if layout.store is None or (i and layout.is_latent) else quantised(x, layout.store)
+            x.double()
+            if layout.storage_dtype is None or (i and layout.is_latent)
+            else quantised(x, layout.storage_dtype)
             for i, x in enumerate((k, v))
         )
         if layout.is_latent:

@@ -17,7 +17,7 @@ LAYERS = (
     KVLayout.grouped(1, 2, window=6),
     KVLayout.latent(3, 0),
 )
-KEEPING = KVLayout.grouped(1, 2, window=4, keep_first=3)
+KEEPING = KVLayout.grouped(1, 2, window=4, first_tokens=3)
 
 
 def values(tokens, layer: int, heads: int, width: int, sign: int = 1) -> torch.Tensor:
@@ -33,7 +33,7 @@ def content(layout: KVLayout, tokens, layer: int) -> tuple[torch.Tensor, torch.T
     k = values(tokens, layer, layout.heads, layout.dim)
     if not layout.is_latent:
         return k, values(tokens, layer, layout.heads, layout.value_dim, -1)
-    return k[..., 0, :], values(tokens, layer, 1, layout.tail, -1)[..., 0, :] if layout.tail else None
+    return k[..., 0, :], values(tokens, layer, 1, layout.rope_dim, -1)[..., 0, :] if layout.rope_dim else None
 
 
 def append_all(layers, tokens) -> list:
@@ -51,7 +51,7 @@ def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> Non
         int(view.starts[row]),
         int(view.lengths[row]),
         view.page_size,
-        view.layout.keep_first,
+        view.layout.first_tokens,
     )
     assert length == len(tokens)
     for j in range(start, length):
@@ -64,10 +64,10 @@ def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> Non
         assert torch.equal(view.k[page, j % size], k if not view.layout.is_latent else k[None])
         if view.layout.is_latent:
             assert view.v is view.k
-            assert (view.k_tail is None) == (second is None)
-            assert second is None or torch.equal(view.k_tail[page, j % size], second[None])
+            assert (view.k_rope is None) == (second is None)
+            assert second is None or torch.equal(view.k_rope[page, j % size], second[None])
         else:
-            assert view.k_tail is None
+            assert view.k_rope is None
             assert torch.equal(view.v[page, j % size], second)
 
 
@@ -89,9 +89,9 @@ def check_allocator(allocator: PageAllocator) -> None:
     assert allocator.used + len(allocator._free) == allocator.total
     for h in holdings:
         assert len({*h.first, *h.pages}) == len(h.first) + len(h.pages)
-        assert len(h.first) == min(h.dropped, -(-allocator.keep_first // allocator.page_size))
+        assert len(h.first) == min(h.dropped, -(-allocator.first_tokens // allocator.page_size))
         assert h.dropped + len(h.pages) == max(h.dropped, -(-h.length // allocator.page_size))
-        assert h.start == max(h.padding, 0 if allocator.keep_first else h.dropped * allocator.page_size)
+        assert h.start == max(h.padding, 0 if allocator.first_tokens else h.dropped * allocator.page_size)
         reach = 0 if allocator.window is None else max(0, h.length - allocator.window + 1)
         assert h.dropped * allocator.page_size <= reach
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Rope, sliding
 from attnlib.convert.heads.merging import regroup
 from attnlib.convert.weights import Heads, join, split
-from attnlib.rope.scaling import Llama3, YaRN
+from attnlib.rope.scaling import Llama3Scaling, YaRNScaling
 
 HIDDEN, D = 20, 8
 ROPES = {
@@ -16,9 +16,9 @@ ROPES = {
     "interleaved": Rope(D, interleaved=True),
     "partial": Rope(4),
     "partial-interleaved": Rope(4, interleaved=True),
-    "yarn": Rope(D, scaling=YaRN(8.0, 64)),
-    "partial-yarn": Rope(4, scaling=YaRN(8.0, 64, mscale=1.0, mscale_all_dim=0.5)),
-    "llama3": Rope(D, scaling=Llama3(8.0, 1.0, 4.0, 64)),
+    "yarn": Rope(D, scaling=YaRNScaling(8.0, 64)),
+    "partial-yarn": Rope(4, scaling=YaRNScaling(8.0, 64, mscale=1.0, mscale_all_dim=0.5)),
+    "llama3": Rope(D, scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
 }
 SIZES = [(2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (3, 2), (1, 3)]  # KV heads, query heads of each
 kinds = st.fixed_dictionaries(

@@ -68,7 +68,7 @@ class Stored:
             shape = (sum(counts) + SLACK,)
             offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
             view = replace(view, cu_seqlens_q=offsets)
-        q = torch.randn(*shape, heads, layout.dim + layout.tail).to(layout.dtype)
+        q = torch.randn(*shape, heads, layout.dim + layout.rope_dim).to(layout.dtype)
         return Call(replace(self, view=view), q, counts, mask, make_options(options, b, heads, 1))
 
 
@@ -150,7 +150,7 @@ def store(layout: KVLayout, sizes: Sizes, sigma: float = 1.0) -> Stored:
         )
     planes = {name: _moved(plane) for name, plane in planes.items()}
     if layout.is_latent:
-        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.store else {})
+        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.storage_dtype else {})
     bounds = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, sizes.lengths)]
     view = KVView(layout, size, **planes, table=_moved(table), starts=bounds[0], lengths=bounds[1])
     return Stored(view, starts, tokens)
@@ -163,7 +163,7 @@ def moved_pages(call: Call) -> Call:
     table, planes = view.table.clone(), {}
     used = (table >= 0) & (table < len(order))
     table[used] = order.argsort()[table[used].long()].int()
-    for name in ("k", "v", "k_tail", "k_scale", "v_scale"):
+    for name in ("k", "v", "k_rope", "k_scale", "v_scale"):
         if (x := getattr(view, name)) is not None:
             planes[name] = x[order]
     if view.layout.is_latent:

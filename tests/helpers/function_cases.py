@@ -2,7 +2,7 @@
 
 import torch
 
-from attnlib import CAUSAL, FIRST_QUERY, FULL, Mask, attention_with_lse, mask_mod, score_mod, sliding
+from attnlib import CAUSAL, FULL, QUERY_OFFSET, Mask, attention_with_lse, mask_mod, score_mod, sliding
 
 
 def striped(b, h, i, j):
@@ -42,7 +42,7 @@ def functions(b=2, h=4, t=60):
     rate = torch.randn(b, h, dtype=torch.float64, requires_grad=True)
     masks = {
         "documents": CAUSAL & mask_mod(same_document, document),
-        "tree": mask_mod(tree, FIRST_QUERY, shown),
+        "tree": mask_mod(tree, QUERY_OFFSET, shown),
         "by head": sliding(20) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0)),
         "nothing": mask_mod(lambda b, h, i, j: i < 0),
         "outside": FULL & ~(sliding(9) & mask_mod(striped)),

@@ -10,7 +10,7 @@ from fuzz_values import DTYPES, is_bool, is_int, is_tensor, none_or
 from torch import Tensor
 
 from attnlib import KVCache, KVLayout
-from attnlib.cache.pages import Handle
+from attnlib.cache.pages import SequenceHandle
 
 is_size = partial(is_int, least=1)
 M, H, G, D = 24, 4, 2, 6
@@ -28,7 +28,7 @@ def layout_is_legal(*sizes):
     def legal(a):
         given = all(is_size(a[name]) for name in sizes) and is_int(a.get("rope_dim", 0), 0)
         given = given and none_or(a.get("value_dim"), is_size) and none_or(a["window"], is_size)
-        return given and is_dtype(a["dtype"]) and is_store(a["store"])
+        return given and is_dtype(a["dtype"]) and is_store(a["storage_dtype"])
 
     return legal
 
@@ -84,7 +84,7 @@ class Used:
         """Something to append for both sequences."""
         layout = self.layout
         if layout.is_latent:
-            widths = [(layout.dim,), *([(layout.tail,)] if layout.tail else [])]
+            widths = [(layout.dim,), *([(layout.rope_dim,)] if layout.rope_dim else [])]
         else:
             widths = [(layout.heads, layout.dim)] * 2
         return [torch.ones(2, tokens, *width) for width in widths]
@@ -131,7 +131,7 @@ class Used:
         assert view.lengths.tolist() == [before[0][handle].length + 1 for handle in (self.first, self.second)]
 
     def is_live(self, x):
-        return isinstance(x, Handle) and x in (self.first, self.second)
+        return isinstance(x, SequenceHandle) and x in (self.first, self.second)
 
 
 def anything(target, args, result):
@@ -215,13 +215,20 @@ def step_is_legal(used, a):
 CACHES = {
     "KVLayout.grouped": a_call(
         KVLayout.grouped,
-        {"heads": G, "dim": D, "value_dim": None, "window": None, "dtype": torch.float32, "store": None},
+        {
+            "heads": G,
+            "dim": D,
+            "value_dim": None,
+            "window": None,
+            "dtype": torch.float32,
+            "storage_dtype": None,
+        },
         layout_is_legal("heads", "dim"),
         bytes_are_counted,
     ),
     "KVLayout.latent": a_call(
         KVLayout.latent,
-        {"rank": 8, "rope_dim": 4, "window": None, "dtype": torch.float32, "store": None},
+        {"rank": 8, "rope_dim": 4, "window": None, "dtype": torch.float32, "storage_dtype": None},
         layout_is_legal("rank"),
         bytes_are_counted,
     ),

@@ -20,7 +20,7 @@ from attnlib import (
     shared_angles,
 )
 from attnlib.layers.parameters import PROJECTIONS
-from attnlib.rope.scaling import Temperature
+from attnlib.rope.scaling import QueryTemperature
 
 X = numbers(2, 3, M)
 
@@ -45,7 +45,7 @@ def options_are_legal(a, *flags):
     )
     dropout = isinstance(p, int | float) and not is_bool(p) and 0 <= p < 1
     types = (
-        none_or(a["temperature"], lambda x: isinstance(x, Temperature))
+        none_or(a["temperature"], lambda x: isinstance(x, QueryTemperature))
         and is_mask(a["mask"])
         and none_or(a["rope"], lambda x: isinstance(x, Rope))
         and none_or(a["dtype"], is_dtype)

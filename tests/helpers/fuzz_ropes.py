@@ -6,22 +6,16 @@ from fuzz_values import INT32, finite, is_angles, is_bool, is_int, is_number, is
 from torch import Tensor
 
 import attnlib
-from attnlib import (
-    CAUSAL,
-    NTK,
-    Angles,
-    DynamicNTK,
-    Llama3,
-    LongRoPE,
-    Mask,
-    Proportional,
-    Rope,
-    Temperature,
-    YaRN,
-    merge_states,
-    rotate,
+from attnlib import CAUSAL, Angles, Mask, QueryTemperature, Rope, merge_states, rotate
+from attnlib.rope.scaling import LinearScaling
+from attnlib.scaling import (
+    DynamicNTKScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    ProportionalScaling,
+    YaRNScaling,
 )
-from attnlib.rope.scaling import Linear
 
 
 def mask_is_legal(a):
@@ -35,12 +29,12 @@ def rope_is_legal(a):
         is_int(a["dim"], 2) and a["dim"] % 2 == 0 and is_number(a["theta"]) and is_bool(a["interleaved"])
     ):
         return False
-    if isinstance(scaling, NTK | DynamicNTK):
+    if isinstance(scaling, NTKScaling | DynamicNTKScaling):
         return a["dim"] >= 4
     return (
         scaling is None
-        or isinstance(scaling, Linear | Llama3)
-        or (isinstance(scaling, YaRN) and a["theta"] > 1)
+        or isinstance(scaling, LinearScaling | Llama3Scaling)
+        or (isinstance(scaling, YaRNScaling) and a["theta"] > 1)
     )
 
 
@@ -183,32 +177,43 @@ ROPES = {
     "Mask.shift": a_call(CAUSAL.shift, {"n": 2}, lambda a: is_int(a["n"], -INT32), words=("mask",)),
     "sliding": a_call(attnlib.sliding, {"window": 3}, lambda a: is_int(a["window"], 1)),
     "Rope": a_call(Rope, ROPE, rope_is_legal, frequencies_are_finite),
-    "Rope, yarn": a_call(Rope, ROPE | {"scaling": YaRN(4.0, 64)}, rope_is_legal, frequencies_are_finite),
-    "Linear": a_call(Linear, {"factor": 2.0}, lambda a: is_factor(a["factor"]), frequencies_are_finite),
-    "NTK": a_call(NTK, {"factor": 2.0}, lambda a: is_factor(a["factor"]), frequencies_are_finite),
-    "DynamicNTK": a_call(
-        DynamicNTK,
+    "Rope, yarn": a_call(
+        Rope, ROPE | {"scaling": YaRNScaling(4.0, 64)}, rope_is_legal, frequencies_are_finite
+    ),
+    "LinearScaling": a_call(
+        LinearScaling, {"factor": 2.0}, lambda a: is_factor(a["factor"]), frequencies_are_finite
+    ),
+    "NTKScaling": a_call(
+        NTKScaling, {"factor": 2.0}, lambda a: is_factor(a["factor"]), frequencies_are_finite
+    ),
+    "DynamicNTKScaling": a_call(
+        DynamicNTKScaling,
         {"factor": 2.0, "original_max_position": 8},
         lambda a: is_factor(a["factor"]) and is_count(a),
         frequencies_are_finite,
     ),
-    "Llama3": a_call(Llama3, LLAMA, llama_is_legal, frequencies_are_finite),
-    "YaRN": a_call(YaRN, YARN, yarn_is_legal, frequencies_are_finite),
-    "LongRoPE": a_call(
-        LongRoPE, LONG | {"attention_factor": None}, long_rope_is_legal, frequencies_of_its_pairs_are_finite
+    "Llama3Scaling": a_call(Llama3Scaling, LLAMA, llama_is_legal, frequencies_are_finite),
+    "YaRNScaling": a_call(YaRNScaling, YARN, yarn_is_legal, frequencies_are_finite),
+    "LongRoPEScaling": a_call(
+        LongRoPEScaling,
+        LONG | {"attention_factor": None},
+        long_rope_is_legal,
+        frequencies_of_its_pairs_are_finite,
     ),
-    "Proportional": a_call(
-        Proportional,
+    "ProportionalScaling": a_call(
+        ProportionalScaling,
         {"share": 0.5, "factor": 2.0},
         lambda a: is_number(a["share"]) and a["share"] <= 1 and is_factor(a["factor"]),
         frequencies_are_finite,
     ),
-    "Temperature": a_call(Temperature, {"weight": 0.1, "interval": 8, "offset": 1}, temperature_is_legal),
+    "QueryTemperature": a_call(
+        QueryTemperature, {"weight": 0.1, "interval": 8, "offset": 1}, temperature_is_legal
+    ),
     "Rope.angles": a_call(Rope(8).angles, {"positions": torch.arange(3), "length": None}, lambda a: (
         positions_are_legal(a) and a["length"] is None
     )),
     "Rope.angles, dynamic": a_call(
-        Rope(8, scaling=DynamicNTK(2.0, 4)).angles,
+        Rope(8, scaling=DynamicNTKScaling(2.0, 4)).angles,
         {"positions": torch.arange(3), "length": 9},
         lambda a: positions_are_legal(a) and is_int(a["length"]),
     ),

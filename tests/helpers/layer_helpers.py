@@ -96,7 +96,7 @@ def cache_for(
 ) -> KVCache:
     """A paged cache of the model, or with ``page_size=None`` a contiguous one."""
     layouts = [layer.kv_layout for layer in model.layers]
-    layouts = [replace(layout, store=store, dtype=dtype or layout.dtype) for layout in layouts]
+    layouts = [replace(layout, storage_dtype=store, dtype=dtype or layout.dtype) for layout in layouts]
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=sequences, max_length=length)
     options |= {"max_sequences": sequences, "max_length": length, "page_size": page_size}

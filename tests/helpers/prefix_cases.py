@@ -11,7 +11,7 @@ from attnlib import cached_attention_with_lse as attend
 HEADS, SIZE, MOST = 4, 2, 24
 GROUPED = KVLayout.grouped(2, 4, 3, dtype=torch.float64)
 LATENT = KVLayout.latent(6, 2, dtype=torch.float64)
-LAYOUTS = (GROUPED, LATENT, replace(GROUPED, window=5), replace(LATENT, store=torch.int8))
+LAYOUTS = (GROUPED, LATENT, replace(GROUPED, window=5), replace(LATENT, storage_dtype=torch.int8))
 SINKS, SLOPES = torch.tensor([0.3, -1.0, 2.0, 0.0]), torch.tensor([0.5, 0.1, 0.0, 1.0])
 CALLS = {
     "causal": {"mask": CAUSAL},
@@ -104,7 +104,7 @@ class Pair:
 def _widths(layout: KVLayout) -> tuple:
     """Of queries, and of what is appended."""
     if layout.is_latent:
-        return (HEADS, layout.dim + layout.tail), (layout.dim,), (layout.tail,)
+        return (HEADS, layout.dim + layout.rope_dim), (layout.dim,), (layout.rope_dim,)
     return (HEADS, layout.dim), (layout.heads, layout.dim), (layout.heads, layout.value_dim)
 
 

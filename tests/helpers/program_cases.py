@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlib.tracing.program import Program
-from attnlib.tracing.trace import FIRST_QUERY, FirstQuery, traced
+from attnlib.tracing.trace import QUERY_OFFSET, FirstQuery, traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,7 +47,7 @@ class _Table:
 
 
 class _First:
-    """The first query of one sequence, which FIRST_QUERY stands for."""
+    """The first query of one sequence, which QUERY_OFFSET stands for."""
 
     def __init__(self, first: Tensor):
         self._first = first
@@ -69,7 +69,7 @@ def applied(function: Callable, arguments: list, first: Tensor, *numbers: Tensor
     wide = numbers[0].dtype if numbers[0].is_floating_point() else torch.float32
     given = [
         _First(_with_dimensions(first))
-        if x is FIRST_QUERY
+        if x is QUERY_OFFSET
         else _Table(x, wide)
         if x.dim()
         else _with_dimensions(x.to(wide) if x.is_floating_point() else x)
@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
     def arguments(self) -> list[Tensor | FirstQuery]:
         """New arguments."""
-        return [make if make is FIRST_QUERY else make() for make in self.makers]
+        return [make if make is QUERY_OFFSET else make() for make in self.makers]
 
 
 class Tile(NamedTuple):
@@ -131,7 +131,7 @@ MASKS = MappingProxyType(
         ),
         "dilated": Case(lambda b, h, i, j: (i - j) % 3 == 0),
         "blocks": Case(lambda b, h, i, j: (i // 4 == j // 4) & (j // -3 < i % -5)),
-        "tree": Case(_tree, (FIRST_QUERY, lambda: bools(7, 9))),
+        "tree": Case(_tree, (QUERY_OFFSET, lambda: bools(7, 9))),
         "windows of heads": Case(
             lambda b, h, i, j, t: (i - j).abs() <= t[h], (lambda: ints(4, dtype=torch.uint8),)
         ),
@@ -334,7 +334,7 @@ SCORES = MappingProxyType(
             lambda score, b, h, i, j, t: t[h, i] * t[h, j] + score * t[b, 0], (lambda: floats(4, 20),)
         ),
         "from the first query": Case(
-            lambda score, b, h, i, j, s, t: score + t[i - s[b], j], (FIRST_QUERY, lambda: floats(10, 20).mT)
+            lambda score, b, h, i, j, s, t: score + t[i - s[b], j], (QUERY_OFFSET, lambda: floats(10, 20).mT)
         ),
         "negative": Case(
             lambda score, b, h, i, j, t: score * t[(i - j) // 3 + 4, (j - i) % -4], (lambda: floats(9, 4),)

@@ -14,7 +14,7 @@ from attnlib.backends._triton.functions.programs import (
 )
 from attnlib.backends._triton.functions.ranges import Bounds
 from attnlib.backends._triton.launching.launch import plan_cache
-from attnlib.tracing.trace import FIRST_QUERY
+from attnlib.tracing.trace import QUERY_OFFSET
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def compiled(arch: int = 90) -> None:
     for name, case in MASKS.items():
         arguments = case.arguments()
         t, mask = (
-            tables(x for x in arguments if x is not FIRST_QUERY),
+            tables(x for x in arguments if x is not QUERY_OFFSET),
             function_of(program_of("mask", case, arguments), Bounds()),
         )
         of_mask[(1,)](seen, t, 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
@@ -79,7 +79,7 @@ def compiled(arch: int = 90) -> None:
     for case in SCORES.values():
         arguments = case.arguments()
         tensors, program = (
-            [x for x in arguments if x is not FIRST_QUERY],
+            [x for x in arguments if x is not QUERY_OFFSET],
             program_of("score", case, arguments),
         )
         grads = tables(x.float() if n in learned(program) else None for n, x in enumerate(tensors))

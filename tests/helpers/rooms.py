@@ -42,6 +42,7 @@ ROOMS = {
         "scaling",
         "fp8",
         "integrations",
+        "internal",
     },
     "finetune": {"convert", "checkpoint_files", *VALUES},
     "parallel": {*OVER_LAYERS, *RUNNING, "call"},

@@ -3,24 +3,24 @@
 import torch
 
 from attnlib.rope.rope import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    Llama3,
-    Proportional,
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    ProportionalScaling,
     Rope,
-    YaRN,
+    YaRNScaling,
     rotate,
 )
 
 SCALINGS = {
     "plain": None,
-    "linear": Linear(4.0),
-    "ntk": NTK(4.0),
-    "dynamic": DynamicNTK(2.0, original_max_position=1024),
-    "llama3": Llama3(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
-    "yarn": YaRN(40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=0.707),
-    "proportional": Proportional(0.5),
+    "linear": LinearScaling(4.0),
+    "ntk": NTKScaling(4.0),
+    "dynamic": DynamicNTKScaling(2.0, original_max_position=1024),
+    "llama3": Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
+    "yarn": YaRNScaling(40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=0.707),
+    "proportional": ProportionalScaling(0.5),
 }
 
 LENGTH = {"dynamic": 5000}  # the rule that needs one

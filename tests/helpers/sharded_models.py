@@ -7,11 +7,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from attnlib import CAUSAL, SAVE_OPS, GroupedQueryAttention, MultiHeadLatentAttention, Rope, scores, sliding
+from attnlib import (
+    CAUSAL,
+    CHECKPOINT_SAVE_OPS,
+    GroupedQueryAttention,
+    MultiHeadLatentAttention,
+    Rope,
+    scores,
+    sliding,
+)
 
 HIDDEN = 64
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, list(SAVE_OPS))}
+SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, list(CHECKPOINT_SAVE_OPS))}
 
 
 class Block(nn.Module):

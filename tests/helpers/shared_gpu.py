@@ -83,10 +83,10 @@ CASES = MappingProxyType(
         "backward d128 functions": lambda: backward(128, functions=True),
         "backward in order": in_order,
         "decode GQA": lambda: decode(GROUPED, 32),
-        "decode GQA int8": lambda: decode(KVLayout.grouped(8, 128, dtype=BF16, store=INT8), 32),
+        "decode GQA int8": lambda: decode(KVLayout.grouped(8, 128, dtype=BF16, storage_dtype=INT8), 32),
         "decode latents, few heads": lambda: decode(LATENT, 16),
         "decode latents, many heads": lambda: decode(LATENT, 128),
-        "decode latents fp8": lambda: decode(KVLayout.latent(512, 64, dtype=BF16, store=FP8), 128),
+        "decode latents fp8": lambda: decode(KVLayout.latent(512, 64, dtype=BF16, storage_dtype=FP8), 128),
     }
 )
 

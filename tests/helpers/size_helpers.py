@@ -13,7 +13,7 @@ windows = st.none() | st.integers(1, 9)
 @st.composite
 def layouts(draw, windows=st.none()):  # noqa: B008 (strategies are values)
     dtypes, dims = st.sampled_from([torch.float16, torch.float32, torch.float64]), st.integers(1, 5)
-    stored = {"dtype": draw(dtypes), "store": draw(stores), "window": draw(windows)}
+    stored = {"dtype": draw(dtypes), "storage_dtype": draw(stores), "window": draw(windows)}
     if draw(st.booleans()):
         return KVLayout.latent(draw(dims), draw(st.integers(0, 3)), **stored)
     return KVLayout.grouped(draw(dims), draw(dims), draw(dims), **stored)

@@ -1,5 +1,5 @@
-"""``attnlib.load`` trusts no folder: it reads nothing outside, runs nothing, and makes nothing larger than it
-holds.
+"""``attnlib.load_pretrained`` trusts no folder: it reads nothing outside, runs nothing, and makes nothing
+larger than it holds.
 """
 
 import json
@@ -387,7 +387,7 @@ def test_a_hostile_folder_is_refused_by_name(folder, bounded, name):
     attack(folder)
     names = sorted(folder.parent.rglob("*"))
     with bounded, pytest.raises(CheckpointError, match=match):
-        attnlib.load(folder)
+        attnlib.load_pretrained(folder)
     assert sorted(folder.parent.rglob("*")) == names
 
 
@@ -419,7 +419,7 @@ def test_a_config_of_anything_is_loaded_or_refused(stock, tmp_path_factory, data
     if own_form:
         own(folder)
     try:
-        attnlib.load(folder)
+        attnlib.load_pretrained(folder)
     except (CheckpointError, NotImplementedError):
         pass
     finally:
@@ -433,7 +433,7 @@ def test_a_folder_says_what_it_said(stock, folder, form, kind):
         own(folder)
     if form == "shards":
         shard(folder)
-    model = attnlib.load(folder)
+    model = attnlib.load_pretrained(folder)
     torch.testing.assert_close(logits(model), logits(AutoModelForCausalLM.from_pretrained(stock)))
     assert model.name_or_path == model.config.name_or_path == str(folder)
     assert model.generation_config.to_dict() == GenerationConfig.from_pretrained(stock).to_dict()
@@ -461,12 +461,14 @@ def test_weights_that_transformers_rearranges_are_loaded(tmp_path, kind):
     }[kind]()
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(logits(attnlib.load(tmp_path)), logits(theirs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(attnlib.load_pretrained(tmp_path)), logits(theirs), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_model_is_its_own_and_not_its_files(folder):
     """Files that change later change nothing."""
-    model = attnlib.load(folder)
+    model = attnlib.load_pretrained(folder)
     expected = logits(model)
     with (folder / WEIGHTS).open("r+b") as file:
         file.truncate(0)
@@ -491,17 +493,17 @@ def test_a_snapshot_of_a_download_cache_is_loaded_by_its_path(stock, folder):
     shard(folder)
     snapshot = cached(folder)
     torch.testing.assert_close(
-        logits(attnlib.load(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock))
+        logits(attnlib.load_pretrained(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
     with pytest.raises(
         CheckpointError,
         match=r"config\.json: expected a plain file, got a link; for a download cache use follow_links",
     ):
-        attnlib.load(snapshot, follow_links=False)
+        attnlib.load_pretrained(snapshot, follow_links=False)
     (snapshot / CONFIG).unlink()
     (snapshot / CONFIG).symlink_to(stock / CONFIG)
     with pytest.raises(CheckpointError, match=r"config\.json: expected a link to ../../blobs"):
-        attnlib.load(snapshot)
+        attnlib.load_pretrained(snapshot)
 
 
 def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monkeypatch):
@@ -509,11 +511,11 @@ def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(folder)
     torch.testing.assert_close(
-        logits(attnlib.load("me/mine")), logits(AutoModelForCausalLM.from_pretrained(stock))
+        logits(attnlib.load_pretrained("me/mine")), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
     for name in ("me/nobodys", "no where", "../nowhere"):
         with pytest.raises(CheckpointError, match="expected a folder with a checkpoint, or a Hub model"):
-            attnlib.load(name)
+            attnlib.load_pretrained(name)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -523,14 +525,14 @@ def test_the_dtype_is_asked_for_or_said_or_stored(folder, stored, said, asked):
     reweigh(folder, lambda weights: {name: x.to(stored) for name, x in weights.items()})
     change(folder, dtype=said)
     found = stored if stored.itemsize > 1 else torch.bfloat16
-    model = attnlib.load(folder, dtype=asked)
+    model = attnlib.load_pretrained(folder, dtype=asked)
     assert model.dtype == asked or (asked is None and model.dtype == (torch.float16 if said else found))
 
 
 def test_weights_that_are_not_finite_are_taken_where_that_is_asked_for(folder):
     filled(torch.inf, 1)(folder)
     assert (
-        attnlib.load(folder, allow_nonfinite=True)
+        attnlib.load_pretrained(folder, allow_nonfinite=True)
         .get_parameter(KEY.replace("k_proj", "layer.k_proj"))
         .isinf()
         .any()
@@ -539,12 +541,12 @@ def test_weights_that_are_not_finite_are_taken_where_that_is_asked_for(folder):
 
 def test_weights_beyond_the_dtype_are_refused(folder):
     reweigh(folder, lambda weights: {KEY: weights[KEY].bfloat16().fill_(1e30)})
-    assert attnlib.load(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert attnlib.load_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(
         CheckpointError, match=r"k_proj.* expected weights within torch.float16, got larger ones"
     ):
-        attnlib.load(folder, dtype=torch.float16)
-    assert attnlib.load(folder, dtype=torch.float16, allow_nonfinite=True).dtype == torch.float16
+        attnlib.load_pretrained(folder, dtype=torch.float16)
+    assert attnlib.load_pretrained(folder, dtype=torch.float16, allow_nonfinite=True).dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -565,7 +567,7 @@ def test_weights_beyond_the_dtype_are_refused(folder):
 )
 def test_arguments_are_refused_before_the_folder(options, error, why):
     with pytest.raises(error, match=f"^{why}"):
-        attnlib.load("nowhere", **options)
+        attnlib.load_pretrained("nowhere", **options)
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "sliding_attention"])
@@ -575,12 +577,12 @@ def test_layers_of_another_family_are_refused(folder, kind):
     with pytest.raises(
         NotImplementedError, match=f"layer_types: expected full attention of llama, got '{kind}'"
     ):
-        attnlib.load(folder)
+        attnlib.load_pretrained(folder)
 
 
 def test_what_a_folder_says_of_results_is_left_to_callers(folder):
     change(folder, return_dict=False)
-    assert attnlib.load(folder).config.return_dict
+    assert attnlib.load_pretrained(folder).config.return_dict
 
 
 def test_an_index_of_many_names_is_read_at_once():
@@ -603,17 +605,19 @@ def test_integers_that_no_model_has_are_passed_over(stock, folder):
         },
     )
     torch.testing.assert_close(
-        logits(attnlib.load(folder)), logits(AutoModelForCausalLM.from_pretrained(stock))
+        logits(attnlib.load_pretrained(folder)), logits(AutoModelForCausalLM.from_pretrained(stock))
     )
 
 
 def test_what_a_folder_says_of_attention_is_left_to_attnlib(folder):
     change(folder, attn_implementation="flash_attention_2", auto_map={"AutoConfig": "x.Y"})
-    assert attnlib.load(folder).config._attn_implementation == "attnlib"
+    assert attnlib.load_pretrained(folder).config._attn_implementation == "attnlib"
 
 
 def test_a_device_is_loaded_to(folder):
-    assert logits(attnlib.load(folder, device="cpu")).equal(logits(attnlib.load(folder)))
+    assert logits(attnlib.load_pretrained(folder, device="cpu")).equal(
+        logits(attnlib.load_pretrained(folder))
+    )
 
 
 def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
@@ -625,7 +629,7 @@ def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
 
     monkeypatch.setattr(checkpoint_files.StoredTensor, "load", changed)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while in use"):
-        attnlib.load(folder)
+        attnlib.load_pretrained(folder)
 
 
 def test_the_reader_is_where_it_was():

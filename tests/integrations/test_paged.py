@@ -133,11 +133,11 @@ def test_windows_drop_pages():
 @torch.no_grad()
 def test_bytes(store):
     eager, ours = pair_of("llama")
-    ids, cache = tokens(eager, 2, 20), paged(ours, store=store)
+    ids, cache = tokens(eager, 2, 20), paged(ours, storage_dtype=store)
     ours(ids[:, :-1], **{CACHE: cache})
     mine, theirs = ours(ids[:, -1:], **{CACHE: cache}).logits, eager(ids).logits[:, -1:]
     assert 1e-5 < (mine - theirs).norm() / theirs.norm() < 0.05
-    assert cache.kv.layouts[0].store == store
+    assert cache.kv.layouts[0].storage_dtype == store
 
 
 @torch.no_grad()

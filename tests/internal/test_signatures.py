@@ -23,12 +23,10 @@ from attnlib import (
     GroupedQueryAttention,
     KVCache,
     KVLayout,
-    Llama3,
     Mask,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Rope,
-    YaRN,
     attention,
     cached_attention,
     rotate,
@@ -40,6 +38,7 @@ from attnlib.internal import words
 from attnlib.internal.signatures import kind
 from attnlib.packing import bounds_of
 from attnlib.parallel import ring_attention
+from attnlib.scaling import Llama3Scaling, YaRNScaling
 
 PAGES = sorted((Path(__file__).parents[2] / "docs/api").glob("*.md"))
 ENTRY = re.compile(
@@ -198,14 +197,10 @@ latent = partial(MultiHeadLatentAttention, 16, 2, mask=CAUSAL, **LATENT)
 paged = partial(KVCache.paged, [LAYER.kv_layout], pages=4, max_sequences=1)
 # What is typed from habit, and what is said of it.
 HABITS = {
-    "attention_mask": (
-        lambda: LAYER(X, attention_mask=None),
-        "attention_mask: .*key_starts=.*bounds_of.*mask_tensor",
-    ),
     "attn_mask": (lambda: LAYER(X, attn_mask=None), "attn_mask: .*mask=attnlib.masks.mask_tensor.*score="),
     "key_padding_mask": (
         lambda: LAYER(X, key_padding_mask=None),
-        r"key_starts=.*bounds_of\(~key_padding_mask\)",
+        r"use attention_mask=, True for tokens.*attention_mask=~key_padding_mask",
     ),
     "position_ids": (lambda: LAYER(X, position_ids=None), "position_ids: .*use positions="),
     "need_weights": (lambda: LAYER(X, need_weights=False), "need_weights: .*there are none"),
@@ -232,7 +227,10 @@ HABITS = {
         lambda: Rope(8, max_position_embeddings=9),
         "leave it out: .*at any position",
     ),
-    "YaRN()": (lambda: YaRN(4.0, original_max_position_embeddings=9), "YaRN: .*use original_max_position="),
+    "YaRNScaling()": (
+        lambda: YaRNScaling(4.0, original_max_position_embeddings=9),
+        "YaRNScaling: .*use original_max_position=",
+    ),
     "sliding(window_size=)": (
         lambda: sliding(window_size=4),
         "sliding: window_size: .*use window=, which counts",
@@ -250,7 +248,9 @@ HABITS = {
         lambda: KVLayout.grouped(2, head_dim=8),
         r"KVLayout\.grouped: head_dim: .*use dim=",
     ),
-    "grouped(storage_dtype=)": (lambda: KVLayout.grouped(2, 8, storage_dtype=torch.int8), "use store="),
+    "grouped(store=)": (lambda: KVLayout.grouped(2, 8, store=torch.int8), "use storage_dtype="),
+    "grouped(keep_first=)": (lambda: KVLayout.grouped(2, 8, keep_first=1), "use first_tokens="),
+    "pages_for(most=)": (lambda: KVCache.pages_for([], [], most=1), "use max_step_tokens="),
     "embed_dim": (lambda: GroupedQueryAttention(embed_dim=16, num_heads=2, mask=FULL), "it is hidden_size"),
     "batch_first": (lambda: GroupedQueryAttention(16, 2, mask=FULL, batch_first=True), "leave it out"),
     "rope_theta": (
@@ -283,8 +283,11 @@ HABITS = {
     "KV heads of latents": (lambda: latent(num_key_value_heads=2), "num_key_value_heads: .*leave it out"),
     "qk_head_dim": (lambda: latent(qk_head_dim=8), "use qk_nope_head_dim= and qk_rope_head_dim="),
     "head_dim of latents": (lambda: latent(head_dim=8), "use qk_nope_head_dim= and qk_rope_head_dim="),
-    "Llama3(scale_factor=)": (lambda: Llama3(scale_factor=8.0), "use factor="),
-    "load(subfolder=)": (lambda: attnlib.load("x", subfolder="y"), "subfolder: .*path of the inner folder"),
+    "Llama3Scaling(scale_factor=)": (lambda: Llama3Scaling(scale_factor=8.0), "use factor="),
+    "load(subfolder=)": (
+        lambda: attnlib.load_pretrained("x", subfolder="y"),
+        "subfolder: .*path of the inner folder",
+    ),
     "qv": (lambda: attention(Q, Q, Q, mask=FULL, qv=Q), "qv: no such argument; not supported"),
     "device_mesh": (lambda: MultiHeadAttention(16, 2, mask=FULL, device_mesh=1), r"parallel_plan\(mesh\)"),
     "s_aux": (lambda: attention(Q, Q, Q, mask=FULL, s_aux=1), "use sinks="),
@@ -296,7 +299,7 @@ HABITS = {
     ),
     "generator": (lambda: attention(Q, Q, Q, mask=FULL, generator=1), "use dropout_seed="),
     "pages of packed": (lambda: packed(block_table=1), "call cached_attention"),
-    "seqused_k": (lambda: packed(seqused_k=1), r"mask=attnlib\.masks\.used\(queries, keys\)"),
+    "seqused_k": (lambda: packed(seqused_k=1), r"mask=attnlib\.masks\.seqused\(queries, keys\)"),
     "k_cache": (lambda: cached_attention(Q, None, mask=FULL, k_cache=1), "use kv=, the KVView"),
     "cache_leftpad": (
         lambda: cached_attention(Q, None, mask=FULL, cache_leftpad=1),
@@ -368,7 +371,7 @@ def test_what_is_seen_of_a_callable_stays():
     assert [*inspect.signature(LAYER.forward).parameters][:3] == ["x", "context", "kv"]
     assert LAYER.forward.__doc__.startswith("Attend with ``x`` ``[b, s, m]``")
     assert KVCache.paged.__qualname__ == "KVCache.paged"
-    for x in (attention, rotate, sliding, sliding(4), Rope(8), YaRN(2.0, 64), LAYER.kv_layout):
+    for x in (attention, rotate, sliding, sliding(4), Rope(8), YaRNScaling(2.0, 64), LAYER.kv_layout):
         again = pickle.loads(pickle.dumps(x))
         assert again is x or again == x
     assert pickle.loads(pickle.dumps(LAYER.forward))(X).shape == X.shape

@@ -50,13 +50,13 @@ def view_of(layout: KVLayout, order: str = "pages", device: str = "cpu") -> KVVi
         plane = plane[..., :width] if width else plane
         planes[name] = plane.transpose(1, 2) if order == "heads" else plane
     if layout.is_latent:
-        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.store else {})
+        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.storage_dtype else {})
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     return KVView(layout, SIZE, **planes, table=nothing[None], starts=nothing, lengths=nothing)
 
 
 def assert_equal_views(ours: KVView, expected: KVView) -> None:
-    for name in ("k", "k_tail", "v", "k_scale", "v_scale"):
+    for name in ("k", "k_rope", "v", "k_scale", "v_scale"):
         x, y = getattr(ours, name), getattr(expected, name)
         if x is not None:
             assert_same_bits((x.float().cpu(), y.float()))
@@ -113,9 +113,9 @@ def test_the_same_bits_as_torch_and_nothing_else(store):
         case = SimpleNamespace(**chosen)
         d, e = case.widths
         if latent:
-            layout = KVLayout.latent(d, e, dtype=case.dtype, store=store)
+            layout = KVLayout.latent(d, e, dtype=case.dtype, storage_dtype=store)
         else:
-            layout = KVLayout.grouped(case.heads, d, e, dtype=case.dtype, store=store)
+            layout = KVLayout.grouped(case.heads, d, e, dtype=case.dtype, storage_dtype=store)
         assert_written(layout, *new_tokens(case, latent), angles_for(case, e if latent else d), case.order)
 
 
@@ -129,14 +129,14 @@ def test_rounding_and_rows_that_are_not_finite(store):
     bits = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     exact = torch.cat((bits, (bits[1:] + bits[:-1]) / 2, torch.full((748,), 448.0)))
     rows = torch.cat((rows, exact[None], -exact[None]))
-    assert_written(KVLayout.grouped(1, 1001, store=store), rows[:, None], rows.flip(1)[:, None], None)
+    assert_written(KVLayout.grouped(1, 1001, storage_dtype=store), rows[:, None], rows.flip(1)[:, None], None)
     special = torch.randn(10, 1, 64)
     special[[0, 3, 6]] = 0
     special[7, 0, 5] = torch.nan
     special[8, 0, 6] = -torch.inf
     special[9] *= 1e-37
     slots = torch.arange(10)
-    layout = KVLayout.grouped(1, 64, store=store)
+    layout = KVLayout.grouped(1, 64, storage_dtype=store)
     ours, expected = view_of(layout, device=DEVICE), view_of(layout)
     _torch.write_cache(expected, special, special, slots, None)
     with pytest.warns(RuntimeWarning, match="invalid value") if INTERPRETED else torch.no_grad():  # numpy's
@@ -155,10 +155,14 @@ def test_rounding_and_rows_that_are_not_finite(store):
 def arguments(latent: bool, store: torch.dtype | None) -> tuple:
     """Arguments of attnlib::triton_write."""
     angles = to_device(Rope(6).angles(torch.arange(5)))
-    layout = KVLayout.latent(24, 6, store=store) if latent else KVLayout.grouped(2, 24, 16, store=store)
+    layout = (
+        KVLayout.latent(24, 6, storage_dtype=store)
+        if latent
+        else KVLayout.grouped(2, 24, 16, storage_dtype=store)
+    )
     view = view_of(layout, device=DEVICE)
     planes = (
-        (view.k, view.k_tail, view.k_scale, None) if latent else (view.k, view.v, view.k_scale, view.v_scale)
+        (view.k, view.k_rope, view.k_scale, None) if latent else (view.k, view.v, view.k_scale, view.v_scale)
     )
     new = [
         torch.randn(2, 5, *(() if latent else (2,)), width, device=DEVICE)
@@ -249,7 +253,7 @@ def test_what_was_appended_before_is_written_at_once_and_all_else_is_checked():
 
 @torch.no_grad()
 def test_a_compiled_append_is_one_graph():
-    layouts = (KVLayout.grouped(2, 8, store=torch.int8), KVLayout.latent(16, 4))
+    layouts = (KVLayout.grouped(2, 8, storage_dtype=torch.int8), KVLayout.latent(16, 4))
     compiled, eager = cache_of(*layouts), cache_of(*layouts)
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -277,7 +281,7 @@ def test_a_compiled_append_is_one_graph():
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA graph")
 @torch.no_grad()
 def test_a_captured_append_goes_where_each_step_says():
-    layout = KVLayout.grouped(2, 64, dtype=torch.bfloat16, store=torch.float8_e4m3fn)
+    layout = KVLayout.grouped(2, 64, dtype=torch.bfloat16, storage_dtype=torch.float8_e4m3fn)
     cache, eager = cache_of(layout), cache_of(layout)
     k, v = random(2, 1, 2, 64, dtype=torch.bfloat16), random(2, 1, 2, 64, dtype=torch.bfloat16)
     rope, graph = Rope(64), torch.cuda.CUDAGraph()

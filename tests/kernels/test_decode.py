@@ -95,7 +95,7 @@ def plan(monkeypatch):
 def call_of(case: SimpleNamespace) -> Call:
     numbers = {
         "dtype": case.dtype,
-        "store": case.store,
+        "storage_dtype": case.store,
         "window": WINDOW if case.bounds == "window" else None,
     }
     layout = (KVLayout.latent if len(case.layout) == 2 else KVLayout.grouped)(*case.layout, **numbers)
@@ -137,7 +137,7 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence(plan):
     """
     kinds = (
         (SMALL, CAUSAL, 5, 1),
-        (replace(SMALL, store=torch.int8), Mask(1, 1), (5, 7, 5), 7),
+        (replace(SMALL, storage_dtype=torch.int8), Mask(1, 1), (5, 7, 5), 7),
         (LATENT, Mask(None, -1, 6), 5, 7),
         (SMALL, sliding(3), (1, 9, 1), 7),
     )
@@ -150,12 +150,12 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence(plan):
         broken = torch.zeros(out.shape[1:], dtype=torch.bool)
         spoiled = broken.clone()
         page = int(view.table[1, 4])
-        if layout.store:
+        if layout.storage_dtype:
             view.v_scale[page, at % 4, 0] = torch.inf
             broken[mask.visible(queries, torch.tensor(at)), :heads] = True
             spoiled[:, :heads] = True
         else:
-            plane = view.k_tail if layout.is_latent else view.k
+            plane = view.k_rope if layout.is_latent else view.k
             plane[page, at % 4, 0, 3] = torch.nan
             broken[mask.visible(queries, torch.tensor(at)), :heads] = True
             if not layout.is_latent:
@@ -197,7 +197,7 @@ def test_where_tokens_lie_does_not_matter(plan):
         (3, "pages"),
         (24, "heads"),
     )
-    for layout in (SMALL, replace(LATENT, store=torch.int8)):
+    for layout in (SMALL, replace(LATENT, storage_dtype=torch.int8)):
         results = []
         for page, order in orders if layout is SMALL or not INTERPRETED else orders[1:4]:
             torch.manual_seed(1)
@@ -377,7 +377,10 @@ def test_who_runs_a_call_and_what_the_operator_says(plan):
         wide = store(layout, Sizes((5,))).call(1, 1)
         with pytest.raises(NotImplementedError, match=what):
             wide.solve()
-    for layout, options in ((SMALL, ("sinks", "alibi_slopes")), (replace(LATENT, store=torch.int8), ())):
+    for layout, options in (
+        (SMALL, ("sinks", "alibi_slopes")),
+        (replace(LATENT, storage_dtype=torch.int8), ()),
+    ):
         call = store(layout, Sizes((20, 3))).call((1, 2), 4, options=options)
         call = call.scheduled() if options else call
         options = {name: x.to(DEVICE) for name, x in call.options.items()}
@@ -404,7 +407,7 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
     # A contiguous cache has an odd number of tokens here, and so scales between 16 bytes.
-    assert [tma(replace(wide, store=torch.int8), page_size) for page_size in (16, 64, None)] == [
+    assert [tma(replace(wide, storage_dtype=torch.int8), page_size) for page_size in (16, 64, None)] == [
         False,
         True,
         False,
@@ -415,7 +418,10 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph(plan):
     """Of two layers, over several steps and a page boundary."""
-    layouts, counter = (replace(SMALL, store=torch.int8), LATENT), CompileCounterWithBackend("aot_eager")
+    layouts, counter = (
+        (replace(SMALL, storage_dtype=torch.int8), LATENT),
+        CompileCounterWithBackend("aot_eager"),
+    )
     caches = [KVCache.paged(layouts, pages=16, page_size=2, max_sequences=2, device=DEVICE) for _ in range(2)]
 
     def decode(layers, tensors, queries):

@@ -21,17 +21,17 @@ if INTERPRETED:
     LENGTH, DTYPE, PAGE = 58, torch.float16, 4
     CASES = (
         (KVLayout.grouped(2, 16, dtype=DTYPE, window=40), sliding(40), {"sinks": 4, "softcap": 5.0}),
-        (KVLayout.latent(32, 8, dtype=DTYPE, store=torch.int8), CAUSAL, {}),
+        (KVLayout.latent(32, 8, dtype=DTYPE, storage_dtype=torch.int8), CAUSAL, {}),
     )
 else:
     LENGTH, DTYPE, PAGE = 2600, torch.bfloat16, 16
     CASES = (
         (KVLayout.grouped(2, 128, dtype=DTYPE), CAUSAL, {}),
         (KVLayout.grouped(1, 128, dtype=DTYPE, window=1500), sliding(1500), {"sinks": 4, "softcap": 5.0}),
-        (KVLayout.grouped(2, 64, dtype=torch.float16, store=torch.int8), CAUSAL, {"sinks": 8}),
+        (KVLayout.grouped(2, 64, dtype=torch.float16, storage_dtype=torch.int8), CAUSAL, {"sinks": 8}),
         (KVLayout.grouped(1, 256, dtype=DTYPE), Mask(None, -3), {}),
         (KVLayout.latent(512, 64, dtype=DTYPE), CAUSAL, {}),
-        (KVLayout.latent(512, 64, dtype=DTYPE, store=torch.float8_e4m3fn), CAUSAL, {}),
+        (KVLayout.latent(512, 64, dtype=DTYPE, storage_dtype=torch.float8_e4m3fn), CAUSAL, {}),
         (KVLayout.grouped(2, 64, dtype=torch.float32), CAUSAL, {}),
     )
 
@@ -109,8 +109,8 @@ def test_bits_depend_on_the_sequence_alone(layout, mask, options):
     heads = 16 if layout.is_latent else 4 * layout.heads
     shapes = (
         (layout.heads, layout.dim),
-        (layout.heads, layout.tail or layout.value_dim),
-        (heads, layout.dim + layout.tail),
+        (layout.heads, layout.rope_dim or layout.value_dim),
+        (heads, layout.dim + layout.rope_dim),
     )
     ours = [torch.randn(LENGTH, *shape, device=DEVICE).to(layout.dtype) for shape in shapes]
     options = options | ({"sinks": torch.randn(heads, device=DEVICE)} if "sinks" in options else {})

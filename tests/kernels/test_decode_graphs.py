@@ -22,7 +22,10 @@ MODELS = {
     "grouped": (GROUPED, GROUPED),
     "windowed": (replace(GROUPED, window=33), GROUPED),
     "latent": (LATENT, LATENT),
-    "fewer bits": (replace(GROUPED, store=torch.float8_e4m3fn), replace(LATENT, store=torch.int8)),
+    "fewer bits": (
+        replace(GROUPED, storage_dtype=torch.float8_e4m3fn),
+        replace(LATENT, storage_dtype=torch.int8),
+    ),
 }
 
 
@@ -102,7 +105,7 @@ def test_a_captured_step_decodes_every_later_one(model, page_size):
 
 
 @pytest.mark.parametrize(
-    "layout", [GROUPED, LATENT, replace(GROUPED, store=torch.int8)], ids=("grouped", "latent", "int8")
+    "layout", [GROUPED, LATENT, replace(GROUPED, storage_dtype=torch.int8)], ids=("grouped", "latent", "int8")
 )
 @torch.no_grad()
 def test_a_call_that_repeats_follows_its_view(layout):
@@ -189,7 +192,7 @@ def far(layout: KVLayout, pages: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize(
-    "layout", [GROUPED, LATENT, replace(LATENT, store=torch.int8)], ids=("grouped", "latent", "int8")
+    "layout", [GROUPED, LATENT, replace(LATENT, storage_dtype=torch.int8)], ids=("grouped", "latent", "int8")
 )
 def test_pages_beyond_int32(layout, queries):
     """The same bits as in a small cache."""
@@ -201,7 +204,7 @@ def test_pages_beyond_int32(layout, queries):
     used = (view.table >= 0) & (view.table < len(view.k))
     table = torch.where(used, view.table + first, view.table)
     planes["v"] = planes.get("v", planes["k"])
-    planes |= {"v_scale": planes["k_scale"]} if layout.is_latent and layout.store else {}
+    planes |= {"v_scale": planes["k_scale"]} if layout.is_latent and layout.storage_dtype else {}
     assert int(table[used].min()) * 64 * layout.heads * layout.dim > 2**31
     assert_same_bits(*zip(call.over(table=table, **planes).solve(), call.solve(), strict=True))
 

@@ -21,7 +21,7 @@ SIZES = [
 ]  # rows and keys of a tile, and of what is told apart
 LAYOUTS = {
     "grouped": KVLayout.grouped(2, 16),
-    "int8": KVLayout.grouped(2, 16, store=torch.int8),
+    "int8": KVLayout.grouped(2, 16, storage_dtype=torch.int8),
     "latent": KVLayout.latent(16, 8),
 }
 STEPS = (60, 1, (30, 2), (0, 9), 40)  # tokens of each sequence, dense or packed
@@ -70,7 +70,7 @@ class Sequences:
         new = counts if not isinstance(counts, tuple) else dict(zip(self.handles, counts, strict=True))
         with self.cache.step(new) as (layer,):
             view = layer.append(*(self._tokens(counts, *x) for x in sizes))
-            yield self._tokens(counts, self.heads, self.layout.dim + self.layout.tail), view
+            yield self._tokens(counts, self.heads, self.layout.dim + self.layout.rope_dim), view
 
 
 def agree(mask, q, view):
@@ -108,7 +108,7 @@ def test_hidden_tiles_are_not_read(_small, by_head, counts, name):
         mask = CAUSAL & mask_mod(lambda b, h, i, j, shown: shown[(j // 32).clamp(max=3)], shown[-1])
     with sequences.step(counts) as (q, view):
         clean, _ = cached_attention_with_lse(q, view, mask=mask, backend="reference")
-        for plane in (view.k, view.k_tail, view.v):
+        for plane in (view.k, view.k_rope, view.v):
             for token in range(32, 64) if plane is not None else ():
                 plane[view.table[:, token // 8].long(), token % 8] = torch.nan
         ours, _ = cached_attention_with_lse(q, view, mask=mask, backend="triton")
@@ -120,7 +120,7 @@ def test_hidden_tiles_are_not_read(_small, by_head, counts, name):
 def test_a_window_with_first_tokens(_small, monkeypatch):
     """Tiles of a kept page go on in dropped ones, which hold NaN, or are another sequence's by now."""
     monkeypatch.setenv("ATTNLIB_CHECK", "1")
-    sequences = Sequences(KVLayout.grouped(2, 16, window=20, keep_first=5))
+    sequences = Sequences(KVLayout.grouped(2, 16, window=20, first_tokens=5))
     for counts in (*STEPS, 1):
         with sequences.step(counts) as step:
             agree(attention_sinks(5, 20), *step)

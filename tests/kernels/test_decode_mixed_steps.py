@@ -64,7 +64,7 @@ def test_long_sequences_have_splits(plan):
     [
         (GROUPED, CAUSAL, ()),
         (LATENT, FULL, ("sinks", "softcap")),
-        (replace(GROUPED, store=torch.int8), sliding(20), ("alibi_slopes", "sinks")),
+        (replace(GROUPED, storage_dtype=torch.int8), sliding(20), ("alibi_slopes", "sinks")),
         (GROUPED, Mask(None, -3, 9), ("per_sequence_slopes",)),
     ],
     ids=["grouped", "latent", "sliding", "prefix"],

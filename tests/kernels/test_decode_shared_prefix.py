@@ -18,7 +18,7 @@ from attnlib.cache.prefixes import groups
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUPED, LATENT = KVLayout.grouped(2, 16, dtype=DTYPE), KVLayout.latent(32, 16, dtype=DTYPE)
-LAYOUTS = {"grouped": GROUPED, "latent": LATENT, "int8": replace(GROUPED, store=torch.int8)}
+LAYOUTS = {"grouped": GROUPED, "latent": LATENT, "int8": replace(GROUPED, storage_dtype=torch.int8)}
 SIZE, PROMPT = (4, 10) if INTERPRETED else (16, 1500)
 DENSE, PACKED = 1, (1, 3, 0, 2)
 CASES = [(name, counts) for name in LAYOUTS for counts in (DENSE, PACKED)]
@@ -38,7 +38,7 @@ def _small(monkeypatch):
 
 def tensors(layout: KVLayout, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, and what is appended."""
-    widths = ((4, layout.dim + layout.tail), (layout.dim,), (layout.tail,))
+    widths = ((4, layout.dim + layout.rope_dim), (layout.dim,), (layout.rope_dim,))
     if not layout.is_latent:
         widths = ((4, layout.dim), (layout.heads, layout.dim), (layout.heads, layout.value_dim))
     return tuple(torch.randn(*shape, *width, dtype=layout.dtype, device=DEVICE) for width in widths)

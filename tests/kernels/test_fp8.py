@@ -31,14 +31,14 @@ from attnlib.fp8 import Descales
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (128, 64))
-NAMES = ("triton:plain",) if INTERPRETED else ("triton", "triton:plain")
+NAMES = ("triton:generic",) if INTERPRETED else ("triton", "triton:generic")
 # Plain kernels differ from those of 16 bits in how they load alone.
 DIMS = (
-    [("triton:plain", 64)]
+    [("triton:generic", 64)]
     if INTERPRETED
-    else [("triton:plain", 64), *(("triton", d) for d in (64, 128, 256))]
+    else [("triton:generic", 64), *(("triton", d) for d in (64, 128, 256))]
 )
-CASES = [("triton:plain", d, e, mask) for d, e in (HEADS[0], HEADS[2]) for mask in MASKS[1:3]]
+CASES = [("triton:generic", d, e, mask) for d, e in (HEADS[0], HEADS[2]) for mask in MASKS[1:3]]
 CASES += [] if INTERPRETED else [("triton", d, e, mask) for d, e in HEADS for mask in MASKS]
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
@@ -65,7 +65,7 @@ def assert_right(problem: Problem, name: str) -> None:
 
 @given(problem=problems(dims=(8, 16, 24), lengths=(0, 1, 7, 17, 33)))
 def test_any_call(problem):
-    assert_right(problem, "triton:plain")
+    assert_right(problem, "triton:generic")
 
 
 @pytest.mark.parametrize(("name", "d", "e", "mask"), CASES)
@@ -173,7 +173,7 @@ def test_over_a_cache_q_may_be_bytes(latent, tokens, packed):
     """Equal to q in bf16 with the same numbers, a factor of each head apart."""
     if INTERPRETED and latent:
         pytest.skip("the interpreter multiplies bf16, in which rotary keys are, wrongly")
-    size = {"dtype": torch.bfloat16, "store": E4M3}
+    size = {"dtype": torch.bfloat16, "storage_dtype": E4M3}
     layout = KVLayout.latent(128, 64, **size) if latent else KVLayout.grouped(2, 128, **size)
     cache = KVCache.paged([layout], pages=64, page_size=64, max_sequences=2, device=DEVICE)
     first, second = cache.admit(2)
@@ -206,7 +206,7 @@ def _on_cpu(view):
     return type(view)(view.layout, view.page_size, **planes)
 
 
-FIELDS = ("k", "v", "table", "starts", "lengths", "k_tail", "k_scale", "v_scale", "cu_seqlens_q")
+FIELDS = ("k", "v", "table", "starts", "lengths", "k_rope", "k_scale", "v_scale", "cu_seqlens_q")
 
 
 def call_of(x: dict[str, Tensor]) -> Call:
@@ -219,7 +219,7 @@ def test_the_operators():
     x = moved(quantize_fp8(*(torch.randn(2, 19, h, 16) for h in (4, 2, 2))))
     arguments = flat(checked(call_of(x)))
     torch.library.opcheck(torch.ops.attnlib.triton_forward.default, arguments, test_utils="test_faketensor")
-    layout = KVLayout.grouped(2, 16, dtype=torch.bfloat16, store=E4M3)
+    layout = KVLayout.grouped(2, 16, dtype=torch.bfloat16, storage_dtype=E4M3)
     cache = KVCache.contiguous([layout], max_sequences=2, max_length=32, device=DEVICE)
     cache.admit(2)
     with cache.step(19, replay=True) as (kv,):
@@ -251,7 +251,7 @@ def test_a_repeated_call_reads_new_bytes_and_new_descales(name):
 
 @needs_gpu
 def test_a_repeated_step_reads_new_descales():
-    layout = KVLayout.grouped(2, 128, dtype=torch.bfloat16, store=E4M3)
+    layout = KVLayout.grouped(2, 128, dtype=torch.bfloat16, storage_dtype=E4M3)
     cache = KVCache.paged([layout], pages=16, page_size=64, max_sequences=2, device=DEVICE)
     cache.admit(2)
     with cache.step(300) as (kv,):

@@ -101,9 +101,9 @@ def test_packed_sequences(mask_name):
 LAYOUTS = {
     "pages": (KVLayout.grouped(2, 16), 4),
     "rows": (KVLayout.grouped(2, 16), None),
-    "int8": (KVLayout.grouped(2, 16, store=torch.int8), 4),
+    "int8": (KVLayout.grouped(2, 16, storage_dtype=torch.int8), 4),
     "latent": (KVLayout.latent(16, 8), 4),
-    "latent, int8": (KVLayout.latent(16, 8, store=torch.int8), None),
+    "latent, int8": (KVLayout.latent(16, 8, storage_dtype=torch.int8), None),
     "any batch": (KVLayout.grouped(2, 16), 4),
 }
 
@@ -133,7 +133,7 @@ def test_over_a_cache(name, mask_name, score_name):
     )
     handles, done = cache.admit(2), 0
     shapes = ((2, 60, 16), (2, 60, 8)) if layout.is_latent else ((2, 60, 2, 16),) * 2
-    q, k, v = torch.randn(2, 60, 8, layout.dim + layout.tail), *map(torch.randn, shapes)
+    q, k, v = torch.randn(2, 60, 8, layout.dim + layout.rope_dim), *map(torch.randn, shapes)
     for counts in (45, 1, (9, 2)):
         packed = isinstance(counts, tuple)
         steps = counts if packed else (counts, counts)

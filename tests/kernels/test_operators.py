@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib import (
     CAUSAL,
+    CHECKPOINT_SAVE_OPS,
     FLOP_FORMULAS,
-    SAVE_OPS,
     attention,
     attention_with_lse,
     sliding,
@@ -136,7 +136,7 @@ CHECKPOINTS = {
     "whole": {"use_reentrant": False},
     "selective": {
         "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, list(SAVE_OPS)),
+        "context_fn": partial(create_selective_checkpoint_contexts, list(CHECKPOINT_SAVE_OPS)),
     },
 }
 

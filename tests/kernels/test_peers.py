@@ -12,7 +12,7 @@ from attnlib.backends._triton.decode.peers import PeerBuffers
 BYTES = 1 << 16
 
 
-class Handle:
+class SequenceHandle:
     """In the place of torch's: nobody waits, and it counts how often one would."""
 
     count = 0
@@ -27,7 +27,7 @@ def memories(count: int) -> list[PeerBuffers]:
     buffers = [torch.full((BYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(count)]
     starts = torch.tensor([x.data_ptr() for x in buffers], device=DEVICE)
     addresses = torch.stack((starts, starts + BYTES // 2))
-    return [PeerBuffers(x, addresses, Handle(), n, count) for n, x in enumerate(buffers)]
+    return [PeerBuffers(x, addresses, SequenceHandle(), n, count) for n, x in enumerate(buffers)]
 
 
 def lse_of(out: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from attnlib.backends._triton.functions.programs import (
 )
 from attnlib.backends._triton.functions.ranges import Bounds
 from attnlib.tracing.program import Program
-from attnlib.tracing.trace import FIRST_QUERY
+from attnlib.tracing.trace import QUERY_OFFSET
 
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / "out/triton-3.6.0"
@@ -37,7 +37,7 @@ PLACE = (TILE.b, TILE.h, TILE.i.start, TILE.j.start, TILE.first)
 
 def moved(arguments: list) -> list[Tensor]:
     """The tensors among a function's arguments, where kernels find them."""
-    return [x.to(DEVICE) for x in arguments if x is not FIRST_QUERY]
+    return [x.to(DEVICE) for x in arguments if x is not QUERY_OFFSET]
 
 
 def tile_of(form: str) -> Tile:
@@ -171,14 +171,14 @@ def by_torch(
     case: Case, arguments: list, score: Tensor, d: Tensor, seen: Tensor, form: str, dtype: torch.dtype
 ) -> dict:
     """The same of the function, and of autograd, in another precision."""
-    of_floats = [x is not FIRST_QUERY and x.dtype in FLOATS for x in arguments]
+    of_floats = [x is not QUERY_OFFSET and x.dtype in FLOATS for x in arguments]
     given = [
         x.to(dtype).requires_grad_() if known else x for x, known in zip(arguments, of_floats, strict=True)
     ]
     score, d = score.to(dtype).requires_grad_(), d.to(dtype).masked_fill(~seen, 0)
     changed = tile_of(form).called(case, given, score).to(dtype)
     leaves = {"by score": score}
-    tensors = [x for x in given if x is not FIRST_QUERY]
+    tensors = [x for x in given if x is not QUERY_OFFSET]
     leaves |= {str(n): tensors[n] for n in learned(program_of("score", case, arguments))}
     grads = (
         torch.autograd.grad(changed, list(leaves.values()), d, allow_unused=True, materialize_grads=True)

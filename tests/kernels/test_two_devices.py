@@ -38,7 +38,11 @@ def decode(device: torch.device, steps: int) -> list[torch.Tensor]:
                 layout = kv.layout
                 widths = ((64,), (16,)) if layout.is_latent else ((2, 64), (2, 64))
                 new = [torch.randn(2, tokens, *x, generator=generator).half().to(device) for x in widths]
-                q = torch.randn(2, tokens, 4, layout.dim + layout.tail, generator=generator).half().to(device)
+                q = (
+                    torch.randn(2, tokens, 4, layout.dim + layout.rope_dim, generator=generator)
+                    .half()
+                    .to(device)
+                )
                 found += cached_attention_with_lse(q, kv.append(*new), mask=CAUSAL, backend="triton")
     return [x.cpu() for x in found]
 
@@ -82,7 +86,7 @@ class Captured:
         made = []
         for layout in LAYOUTS:
             widths = ((64,), (16,)) if layout.is_latent else ((2, 64), (2, 64))
-            shapes = ((4, layout.dim + layout.tail), *widths)
+            shapes = ((4, layout.dim + layout.rope_dim), *widths)
             made.append(
                 tuple(
                     torch.randn(2, tokens, *x, generator=self.generator).half().to(self.device)

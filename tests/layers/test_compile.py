@@ -17,7 +17,7 @@ class SharedAngles(Stack):
 
     def forward(self, x, kv=None, **inputs):
         positions = torch.arange(x.shape[1]) if kv is None else kv[0].positions
-        return super().forward(x, kv, positions=self.layers[0].rope.angles(positions), **inputs)
+        return super().forward(x, kv, angles=self.layers[0].rope.angles(positions), **inputs)
 
 
 MODELS = {

@@ -16,14 +16,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from attnlib import (
     CAUSAL,
     FULL,
-    DynamicNTK,
     GroupedQueryAttention,
     KVCache,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiQueryAttention,
+    QueryTemperature,
     Rope,
-    Temperature,
     mask_mod,
     masks,
     scores,
@@ -33,6 +32,7 @@ from attnlib import (
 from attnlib.convert import gqa_to_mla, mha_to_gqa
 from attnlib.parallel import ContextParallel, shard
 from attnlib.parallel.context_parallel import FORMS
+from attnlib.scaling import DynamicNTKScaling
 
 HIDDEN, HEADS, TOKENS = 32, 4, 48
 PACK = (0, 11, 11, 30, 43)  # five tokens are of no sequence
@@ -64,8 +64,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, norm after rope": lambda: grouped(num_kv_heads=2, qk_norm=True, norm_after_rope=True, mask=FULL),
     "gqa, window": lambda: grouped(num_kv_heads=2, mask=sliding(7), alibi=True),
     "gqa, functions": lambda: grouped(num_kv_heads=2, **functions()),
-    "gqa, temperature": lambda: grouped(num_kv_heads=2, temperature=Temperature(0.5, 16)),
-    "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTK(2.0, 16))),
+    "gqa, temperature": lambda: grouped(num_kv_heads=2, temperature=QueryTemperature(0.5, 16)),
+    "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTKScaling(2.0, 16))),
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
     "mqa": lambda: grouped(MultiQueryAttention, mask=sliding(20), sinks=True),
     "mla": latent,

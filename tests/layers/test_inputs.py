@@ -32,7 +32,7 @@ from attnlib import (
 )
 from attnlib.masks.ready_made import documents
 from attnlib.packing import from_position_ids
-from attnlib.rope.rope import DynamicNTK
+from attnlib.rope.rope import DynamicNTKScaling
 
 PACKED = torch.tensor([0, 2, 5], dtype=torch.int32)
 
@@ -199,21 +199,33 @@ CALLS = {
     ),
     "angles of another pairing": (
         True,
-        {"positions": Rope(8, interleaved=True).angles(torch.arange(5))},
+        {"angles": Rope(8, interleaved=True).angles(torch.arange(5))},
         ValueError,
-        "positions: expected Angles of Rope.*got interleaved:8",
+        "angles: expected Angles of Rope.*got interleaved:8",
     ),
     "angles without rope": (
         False,
-        {"positions": Rope(8).angles(torch.arange(5))},
+        {"angles": Rope(8).angles(torch.arange(5))},
         ValueError,
-        "positions: .*rope=None.* got half:8; leave them out",
+        "angles: .*rope=None.* got half:8; leave them out",
     ),
     "angles of another width": (
         True,
-        {"positions": Rope(6).angles(torch.arange(5))},
+        {"angles": Rope(6).angles(torch.arange(5))},
         ValueError,
         "got half:6",
+    ),
+    "angles as positions": (
+        True,
+        {"positions": Rope(8).angles(torch.arange(5))},
+        TypeError,
+        "positions: expected an integer tensor, got Angles; pass them as angles=",
+    ),
+    "positions as angles": (
+        True,
+        {"angles": torch.arange(5)},
+        TypeError,
+        r"angles: expected Angles from rope\.angles\(positions\), got Tensor",
     ),
     "another dtype": (
         True,
@@ -277,10 +289,10 @@ def test_options_out_of_range_are_refused(options, error, words):
 @pytest.mark.parametrize("kind", BOTH)
 def test_dynamic_ntk_needs_a_length_and_refuses_a_cache(kind):
     layer, x = make(kind), tokens(1, 5)
-    layer.rope = Rope(layer.rope.dim, scaling=DynamicNTK(2.0, 4), interleaved=layer.rope.interleaved)
+    layer.rope = Rope(layer.rope.dim, scaling=DynamicNTKScaling(2.0, 4), interleaved=layer.rope.interleaved)
     cache = cache_for(Stack(layer))
     cache.admit()
-    with pytest.raises(ValueError, match=r"rope: DynamicNTK .*cache"):
+    with pytest.raises(ValueError, match=r"rope: DynamicNTKScaling .*cache"):
         feed_dense(Stack(layer), cache, x)
     for inputs in (
         {"positions": torch.arange(5)},
@@ -288,7 +300,7 @@ def test_dynamic_ntk_needs_a_length_and_refuses_a_cache(kind):
     ):
         with pytest.raises(ValueError, match=r"positions: .*rope.angles\(positions, length="):
             layer(**({"x": x} | inputs))
-    assert torch.equal(layer(x), layer(x, positions=layer.rope.angles(torch.arange(5), length=5)))
+    assert torch.equal(layer(x), layer(x, angles=layer.rope.angles(torch.arange(5), length=5)))
 
 
 @pytest.mark.parametrize("kind", BOTH)

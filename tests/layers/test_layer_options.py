@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from attnlib import CAUSAL, GroupedQueryAttention, Rope, rotate
 from attnlib.convert.heads.layers import mha_to_gqa
 from attnlib.masks.ready_made import chunked
-from attnlib.rope.scaling import Temperature, YaRN
+from attnlib.rope.scaling import QueryTemperature, YaRNScaling
 from attnlib.scores import t5_bias
 
-GROWING = Temperature(0.7, 4, offset=1)
+GROWING = QueryTemperature(0.7, 4, offset=1)
 
 
 class Centred(nn.Module):
@@ -167,7 +167,7 @@ def test_a_layout_for_autocast():
         ({"temperature": 2.0}, TypeError, "temperature: expected a Temperature or None, got float"),
         ({"norm_after_rope": 1}, TypeError, "norm_after_rope: expected a bool, got int"),
         (
-            {"norm_after_rope": True, "rope": Rope(8, scaling=YaRN(4.0, 64))},
+            {"norm_after_rope": True, "rope": Rope(8, scaling=YaRNScaling(4.0, 64))},
             ValueError,
             "norm_after_rope: expected a rope of amplitude 1",
         ),
@@ -181,9 +181,9 @@ def test_wrong_options_are_refused(options, error, message):
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: Temperature(0.0, 4), ValueError, "Temperature.weight"),
-        (lambda: Temperature(1.0, 0), ValueError, "Temperature.interval"),
-        (lambda: Temperature(1.0, 4, -1), ValueError, "Temperature.offset"),
+        (lambda: QueryTemperature(0.0, 4), ValueError, "QueryTemperature.weight"),
+        (lambda: QueryTemperature(1.0, 0), ValueError, "QueryTemperature.interval"),
+        (lambda: QueryTemperature(1.0, 4, -1), ValueError, "QueryTemperature.offset"),
     ],
 )
 def test_wrong_temperatures_are_refused(build, error, message):
@@ -195,8 +195,9 @@ def test_a_temperature_needs_integer_positions():
     layer, x = grouped(temperature=GROWING), tokens(1, 5)
     positions = torch.arange(5)
     close(layer(x, positions=positions), layer(x))
-    with pytest.raises(TypeError, match="positions: the layer's temperature needs integers, got Angles"):
-        layer(x, positions=layer.rope.angles(positions))
+    close(layer(x, positions=positions, angles=layer.rope.angles(positions)), layer(x))
+    with pytest.raises(ValueError, match="positions: the layer's temperature needs them"):
+        layer(x, angles=layer.rope.angles(positions))
 
 
 @pytest.mark.parametrize("kind", ["norms after rope", "temperature", "norms of another kind"])

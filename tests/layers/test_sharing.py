@@ -23,7 +23,7 @@ def test_layers_share_the_angles_of_a_call():
     def run(x, shares, kvs=(None,) * 4, cu_seqlens=None):
         shared = shared_angles(stack, x, kv=kvs[0], cu_seqlens=cu_seqlens) if shares else (None,) * 4
         for layer, kv, angles in zip(stack, kvs, shared, strict=True):
-            x = x + layer(x, kv=kv, positions=angles, cu_seqlens=cu_seqlens)
+            x = x + layer(x, kv=kv, angles=angles, cu_seqlens=cu_seqlens)
         return x
 
     x, cu = torch.randn(2, 5, 32), torch.tensor([0, 3, 10], dtype=torch.int32)

@@ -27,7 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.stablelm import modeling_stablelm
 
 from attnlib import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope, sliding
-from attnlib.rope.rope import Linear, Llama3, YaRN
+from attnlib.rope.rope import LinearScaling, Llama3Scaling, YaRNScaling
 
 WINDOW = 5
 HEADS = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -134,7 +134,7 @@ def gpt_oss(layer: int):
         "bias": True,
         "sinks": True,
         "mask": sliding(WINDOW) if layer == 0 else CAUSAL,
-        "rope": Rope(8, scaling=YaRN(4.0, 64, truncate=False)),
+        "rope": Rope(8, scaling=YaRNScaling(4.0, 64, truncate=False)),
     }
     return theirs(modeling_gpt_oss, "GptOss", config, layer=layer, windowed=layer == 0), ours
 
@@ -163,20 +163,20 @@ def gemma2(layer: int):
 
 GROUPED = {
     "llama": lambda: llama(),
-    "llama-linear": lambda: llama(Linear(4.0), rope_type="linear", factor=4.0),
+    "llama-linear": lambda: llama(LinearScaling(4.0), rope_type="linear", factor=4.0),
     "llama-llama3": lambda: llama(
-        Llama3(**LLAMA3, original_max_position=64),
+        Llama3Scaling(**LLAMA3, original_max_position=64),
         theta=500.0,
         rope_type="llama3",
         original_max_position_embeddings=64,
         **LLAMA3,
     ),
-    "llama-yarn": lambda: llama(YaRN(4.0, 64), **yarn()),
+    "llama-yarn": lambda: llama(YaRNScaling(4.0, 64), **yarn()),
     "llama-bias-head_dim": llama_biased,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "stablelm": lambda: stablelm(),
-    "stablelm-yarn": lambda: stablelm(YaRN(4.0, 64), **yarn()),
+    "stablelm-yarn": lambda: stablelm(YaRNScaling(4.0, 64), **yarn()),
     "mistral": mistral,
     "gpt-oss-window": lambda: gpt_oss(0),
     "gpt-oss-full": lambda: gpt_oss(1),
@@ -242,23 +242,27 @@ MLA = {
     "q-lora": ({"q_lora_rank": 10}, {}, None),
     "bias": ({"q_lora_rank": 10, "attention_bias": True}, {}, None),
     "half-rope": ({"q_lora_rank": 10, "rope_interleave": False}, {}, None),
-    "yarn": ({"q_lora_rank": 10}, yarn(), YaRN(4.0, 64)),
+    "yarn": ({"q_lora_rank": 10}, yarn(), YaRNScaling(4.0, 64)),
     "yarn-equal-mscale": (
         {"q_lora_rank": 10},
         yarn(mscale=0.7, mscale_all_dim=0.7),
-        YaRN(4.0, 64, mscale=0.7, mscale_all_dim=0.7),
+        YaRNScaling(4.0, 64, mscale=0.7, mscale_all_dim=0.7),
     ),
     "yarn-two-mscales": (
         {"q_lora_rank": None},
         yarn(mscale=1.3, mscale_all_dim=0.6),
-        YaRN(4.0, 64, mscale=1.3, mscale_all_dim=0.6),
+        YaRNScaling(4.0, 64, mscale=1.3, mscale_all_dim=0.6),
     ),
     "yarn-factor-1": (
         {"q_lora_rank": None},
         yarn(factor=1.0, mscale=1.3, mscale_all_dim=0.6),
-        YaRN(1.0, 64, mscale=1.3, mscale_all_dim=0.6),
+        YaRNScaling(1.0, 64, mscale=1.3, mscale_all_dim=0.6),
     ),
-    "yarn-one-mscale": ({"q_lora_rank": None}, yarn(mscale_all_dim=0.6), YaRN(4.0, 64, mscale_all_dim=0.6)),
+    "yarn-one-mscale": (
+        {"q_lora_rank": None},
+        yarn(mscale_all_dim=0.6),
+        YaRNScaling(4.0, 64, mscale_all_dim=0.6),
+    ),
 }
 
 

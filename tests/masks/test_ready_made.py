@@ -39,7 +39,7 @@ CASES = {
     "windows of heads": (masks.head_windows(WINDOWS), lambda b, h, i, j: i - WINDOWS[h] < j <= i),
     "tree": (masks.tree(SHOWN), lambda b, h, i, j: j < FIRST or SHOWN[i - FIRST, j - FIRST]),
     "used": (
-        masks.used(QUERIES, KEYS),
+        masks.seqused(QUERIES, KEYS),
         lambda b, h, i, j: i - FIRST < QUERIES[b] and j < KEYS[b] and KEYS[b] - j >= QUERIES[b] - (i - FIRST),
     ),
     "blocks": (

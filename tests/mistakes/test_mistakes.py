@@ -271,7 +271,7 @@ MISTAKES = {
         "backend: expected None.*'triton'.*got 'flash'",
     ),
     "kernels without a GPU": (
-        lambda: call(backend="triton:plain"),
+        lambda: call(backend="triton:generic"),
         NotImplementedError,
         "needs a CUDA device, got cpu",
     ),
@@ -342,9 +342,9 @@ MISTAKES = {
         "layouts: expected a sequence of KVLayouts",
     ),
     "an int16 store": (
-        lambda: KVLayout.grouped(2, 8, store=torch.int16),
+        lambda: KVLayout.grouped(2, 8, storage_dtype=torch.int16),
         TypeError,
-        "store: .*int8 or.*got torch.int16",
+        "storage_dtype: .*int8 or.*got torch.int16",
     ),
     "nobody admitted": (unadmitted, ValueError, r"x: expected \[b=0.*no sequence is live: call cache\.admit"),
     "too few tokens": (

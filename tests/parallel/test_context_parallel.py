@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
+from attnlib import CAUSAL, QUERY_OFFSET, attention, explain, mask_mod
 from attnlib.call.call import Call
 from attnlib.dispatch.run import ExplainOnly
 from attnlib.masks.ready_made import documents
@@ -199,14 +199,14 @@ def test_zigzag_gives_every_rank_as_many_pairs_under_a_causal_mask():
     assert len(set(pairs.tolist())) == 1
 
 
-FIRST = mask_mod(lambda b, h, i, j, first: j <= first[b], FIRST_QUERY)
+FIRST = mask_mod(lambda b, h, i, j, first: j <= first[b], QUERY_OFFSET)
 
 
 @pytest.mark.parametrize("function", [gather_attention, ring_attention])
 def test_functions_of_the_first_query_are_refused(function):
     mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0, get_group=lambda: None, ndim=1)
     q = torch.randn(1, 8, 2, 8)
-    with pytest.raises(ValueError, match="FIRST_QUERY: expected functions without it"):
+    with pytest.raises(ValueError, match="QUERY_OFFSET: expected functions without it"):
         function(q, q, q, mask=FIRST, mesh=mesh)
 
 

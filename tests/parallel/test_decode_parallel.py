@@ -33,8 +33,8 @@ LAYOUTS = (
     KVLayout.grouped(2, 8, 4),
     KVLayout.latent(8, 4),
     KVLayout.grouped(1, 8, window=6),
-    KVLayout.grouped(1, 8, store=torch.int8),
-    KVLayout.latent(8, 4, store=torch.int8),
+    KVLayout.grouped(1, 8, storage_dtype=torch.int8),
+    KVLayout.latent(8, 4, storage_dtype=torch.int8),
 )
 MASKS = (CAUSAL, FULL, Mask(right=0, prefix=9), Mask(right=1))
 GROUP = 2  # query heads of a rank for each KV head
@@ -112,7 +112,7 @@ class Pair:
         """Attention to both views, of queries that all ranks have, and of heads that each has for itself."""
         layout = theirs.layout
         heads, options = layout.heads * GROUP * self.ranks, {}
-        q = torch.randn(*shape, heads, layout.dim + layout.tail, generator=generator)
+        q = torch.randn(*shape, heads, layout.dim + layout.rope_dim, generator=generator)
         mask = self.draw.choice(masks) if layout.window is None else sliding(layout.window)
         if self.draw.random() < 0.5:
             options = {"softcap": 2.0, "sinks": torch.randn(heads, generator=generator), "scale": 0.4}
@@ -162,7 +162,9 @@ def fail(cache: KVCache) -> None:
 def content(layout: KVLayout, shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, ...]:
     """What a layer appends."""
     if layout.is_latent:
-        return tuple(torch.randn(*shape, width, generator=generator) for width in (layout.dim, layout.tail))
+        return tuple(
+            torch.randn(*shape, width, generator=generator) for width in (layout.dim, layout.rope_dim)
+        )
     widths = layout.dim, layout.value_dim
     return tuple(torch.randn(*shape, layout.heads, width, generator=generator) for width in widths)
 
@@ -451,6 +453,6 @@ def test_a_replay_that_a_graph_of_single_tokens_would_get_wrong(mesh):
 
 def test_a_rank_stores_its_part_and_windows_are_whole():
     layouts = [KVLayout.grouped(1, 8), KVLayout.grouped(1, 8, window=6)]
-    assert KVCache.pages_for(layouts, [100, 50], page_size=16, most=16, ranks=4) == {None: 3, 6: 6}
+    assert KVCache.pages_for(layouts, [100, 50], page_size=16, max_step_tokens=16, ranks=4) == {None: 3, 6: 6}
     with pytest.raises(ValueError, match="ranks: expected at least 1, got 0"):
         KVCache.pages_for(layouts, [100], ranks=0)

@@ -109,7 +109,7 @@ BANDS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("channels", [64, 128, 256])
-@pytest.mark.parametrize("backend", ["triton", "triton:plain"])
+@pytest.mark.parametrize("backend", ["triton", "triton:generic"])
 @pytest.mark.parametrize("case", BANDS, ids=lambda x: x.name)
 def test_pieces_add_up_on_a_gpu(case, backend, channels, packed):
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ from attnlib.dispatch.select import backend_of
 from attnlib.fp8 import LARGEST, OF_ZEROS, Descales, rotation
 
 BACKENDS = ("reference", "torch")
-BF16_IN_E4M3 = KVLayout.grouped(2, 16, 8, dtype=torch.bfloat16, store=E4M3)
+BF16_IN_E4M3 = KVLayout.grouped(2, 16, 8, dtype=torch.bfloat16, storage_dtype=E4M3)
 
 
 def representable(*shape: int) -> torch.Tensor:
@@ -218,7 +218,7 @@ def test_a_factor_on_values_is_one_on_the_output():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "layout",
-    [BF16_IN_E4M3, KVLayout.latent(16, 8, dtype=torch.bfloat16, store=E4M3)],
+    [BF16_IN_E4M3, KVLayout.latent(16, 8, dtype=torch.bfloat16, storage_dtype=E4M3)],
     ids=["grouped", "latent"],
 )
 def test_over_a_cache_q_may_be_bytes(backend, packed, layout):
@@ -233,11 +233,11 @@ def test_over_a_cache_q_may_be_bytes(backend, packed, layout):
                 view = kv.append(*(torch.randn(total, n).bfloat16() for n in (16, 8)))
             else:
                 view = kv.append(torch.randn(total, 2, 16).bfloat16(), torch.randn(total, 2, 8).bfloat16())
-    rows = (4, 4, layout.dim + layout.tail)
+    rows = (4, 4, layout.dim + layout.rope_dim)
     if not packed:
         with cache.read(2) as (kv,):
             view = kv.view()
-        rows = (2, 2, 4, layout.dim + layout.tail)
+        rows = (2, 2, 4, layout.dim + layout.rope_dim)
     q = representable(*rows)
     descale = 2.0 ** torch.randint(-2, 3, (2, 4))
     owner = torch.tensor([0, 0, 0, 1]) if packed else torch.arange(2)[:, None].expand(2, 2)
@@ -399,13 +399,13 @@ REFUSED = {
             BYTES, q_descale=torch.ones(2, 4), layout=KVLayout.grouped(2, 16, 8, dtype=torch.bfloat16)
         ),
         TypeError,
-        "q: bfloat16 store=torch.float8_e4m3fn store=None",
+        "q: bfloat16 storage_dtype=torch.float8_e4m3fn storage_dtype=None",
     ),
     "cache of fp16": (
         lambda: over_cache(
             BYTES,
             q_descale=torch.ones(2, 4),
-            layout=KVLayout.grouped(2, 16, 8, dtype=torch.float16, store=E4M3),
+            layout=KVLayout.grouped(2, 16, 8, dtype=torch.float16, storage_dtype=E4M3),
         ),
         TypeError,
         "q: dtype=torch.bfloat16 dtype=torch.float16",

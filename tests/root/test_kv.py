@@ -19,19 +19,19 @@ def test_grouped_planes():
 
 def test_latent_planes_have_no_value():
     layout = KVLayout.latent(512, 64, dtype=torch.bfloat16)
-    assert layout.planes == {"k": (1, 512, torch.bfloat16), "k_tail": (1, 64, torch.bfloat16)}
+    assert layout.planes == {"k": (1, 512, torch.bfloat16), "k_rope": (1, 64, torch.bfloat16)}
     assert set(KVLayout.latent(512, 0).planes) == {"k"}
 
 
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
 def test_stored_bytes_get_scales_and_leave_the_rotary_key_alone(store):
-    grouped = KVLayout.grouped(2, 64, dtype=torch.float16, store=store).planes
+    grouped = KVLayout.grouped(2, 64, dtype=torch.float16, storage_dtype=store).planes
     assert grouped["k"] == grouped["v"] == (2, 64, store)
     assert grouped["k_scale"] == grouped["v_scale"] == (2, 0, torch.float32)
-    latent = KVLayout.latent(512, 64, dtype=torch.float16, store=store).planes
+    latent = KVLayout.latent(512, 64, dtype=torch.float16, storage_dtype=store).planes
     assert latent == {
         "k": (1, 512, store),
-        "k_tail": (1, 64, torch.float16),
+        "k_rope": (1, 64, torch.float16),
         "k_scale": (1, 0, torch.float32),
     }
 
@@ -53,7 +53,7 @@ def test_a_mask_may_reach_as_far_back_as_the_window():
 
 
 def test_a_mask_may_show_as_many_first_keys_as_are_kept():
-    keeping = KVLayout.grouped(2, 64, window=4, keep_first=3)
+    keeping = KVLayout.grouped(2, 64, window=4, first_tokens=3)
     for mask in (sliding(4), attention_sinks(3, 4), attention_sinks(2, 3), CAUSAL & attention_sinks(3, 4)):
         keeping.check_reach(mask)
     with pytest.raises(
@@ -76,18 +76,22 @@ def test_a_mask_may_show_as_many_first_keys_as_are_kept():
         (lambda: KVLayout.latent(512, -1), ValueError, "rope_dim: expected at least 0, got -1"),
         (lambda: KVLayout.grouped(2, 64, window=0), ValueError, "window: expected at least 1, got 0"),
         (
-            lambda: KVLayout.grouped(2, 64, keep_first=4),
+            lambda: KVLayout.grouped(2, 64, first_tokens=4),
             ValueError,
-            "keep_first: expected 0 without a window",
+            "first_tokens: expected 0 without a window",
         ),
         (
-            lambda: KVLayout.latent(64, 0, window=4, keep_first=-1),
+            lambda: KVLayout.latent(64, 0, window=4, first_tokens=-1),
             ValueError,
-            "keep_first: expected at least 0, got -1",
+            "first_tokens: expected at least 0, got -1",
         ),
         (lambda: KVLayout.grouped(2, 64, dtype=torch.int8), TypeError, "dtype: expected fp16"),
         (lambda: KVLayout.grouped(2, 64, dtype=torch.float8_e4m3fn), TypeError, "dtype: expected fp16"),
-        (lambda: KVLayout.grouped(2, 64, store=torch.float16), TypeError, "store: expected None"),
+        (
+            lambda: KVLayout.grouped(2, 64, storage_dtype=torch.float16),
+            TypeError,
+            "storage_dtype: expected None",
+        ),
     ],
 )
 def test_wrong_layouts_are_refused(make, error, message):
@@ -102,7 +106,7 @@ def a_view(layout: KVLayout) -> KVView:
         for name, (heads, width, dtype) in layout.planes.items()
     }
     if layout.is_latent:
-        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.store else {})
+        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.storage_dtype else {})
     return KVView(layout, 4, **planes, table=ints(3, 2), starts=ints(3), lengths=ints(3))
 
 
@@ -110,7 +114,7 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-GROUPED, LATENT = KVLayout.grouped(2, 8, 4), KVLayout.latent(8, 4, store=torch.int8)
+GROUPED, LATENT = KVLayout.grouped(2, 8, 4), KVLayout.latent(8, 4, storage_dtype=torch.int8)
 K_SHAPE = r"k: expected \[pages, page_size, g, width\] = \[5, 4, 2, 8\] like the layout, got \(5, 4, 2, 16\)"
 
 
@@ -154,11 +158,11 @@ K_SHAPE = r"k: expected \[pages, page_size, g, width\] = \[5, 4, 2, 8\] like the
         (GROUPED, {"v": torch.zeros(6, 4, 2, 4)}, ValueError, "v: expected"),
         (GROUPED, {"v": torch.zeros(5, 4, 2, 4, device="meta")}, ValueError, "v: expected device cpu like k"),
         (GROUPED, {"v": None}, TypeError, "v: expected a torch.float32 tensor like the layout, got NoneType"),
-        (GROUPED, {"k_tail": torch.zeros(5, 4, 2, 4)}, ValueError, "k_tail: expected None"),
+        (GROUPED, {"k_rope": torch.zeros(5, 4, 2, 4)}, ValueError, "k_rope: expected None"),
         (GROUPED, {"k_scale": torch.zeros(5, 4, 2)}, ValueError, "k_scale: expected None"),
         (LATENT, {"v": torch.zeros(5, 4, 1, 8, dtype=torch.int8)}, ValueError, "v: expected k itself"),
         (LATENT, {"v_scale": torch.zeros(5, 4, 1)}, ValueError, "v: expected k itself, and its scale"),
-        (LATENT, {"k_tail": None}, TypeError, "k_tail: expected a torch.float32 tensor"),
+        (LATENT, {"k_rope": None}, TypeError, "k_rope: expected a torch.float32 tensor"),
     ],
 )
 def test_views_that_no_kernel_could_read_are_refused(layout, changes, error, message):
@@ -179,11 +183,11 @@ def test_planes_may_lie_in_any_order():
 )
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
 def test_a_cache_stores_what_its_layouts_leave_open(make, store):
-    own, other = KVLayout.grouped(2, 8), KVLayout.latent(16, 4, window=5, store=store)
+    own, other = KVLayout.grouped(2, 8), KVLayout.latent(16, 4, window=5, storage_dtype=store)
     cache = make([own, other], max_sequences=1, storage_dtype=store)
-    assert cache.layouts == (replace(own, store=store), other)
+    assert cache.layouts == (replace(own, storage_dtype=store), other)
     assert [layer.planes["k"].dtype for layer in cache._layers] == [store, store]
-    assert cache.nbytes == make([replace(own, store=store), other], max_sequences=1).nbytes
+    assert cache.nbytes == make([replace(own, storage_dtype=store), other], max_sequences=1).nbytes
     assert make([own, other], max_sequences=1).layouts == (own, other)
 
 
@@ -191,9 +195,10 @@ def test_a_cache_stores_what_its_layouts_leave_open(make, store):
     "make", [partial(KVCache.paged, pages=4, page_size=4), partial(KVCache.contiguous, max_length=8)]
 )
 def test_a_layout_of_another_store_is_refused(make):
-    layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, store=torch.int8)]
+    layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, storage_dtype=torch.int8)]
     with pytest.raises(
-        ValueError, match=r"storage_dtype: expected torch.int8 like layouts\[1\].store, got torch.float8"
+        ValueError,
+        match=r"storage_dtype: expected torch.int8 like layouts\[1\].storage_dtype, got torch.float8",
     ):
         make(layouts, max_sequences=1, storage_dtype=torch.float8_e4m3fn)
     for wrong in (torch.bfloat16, "int8"):

@@ -8,6 +8,6 @@ import attnlib.scaling
 
 def test_every_rule_has_its_public_path():
     own = {name: x for name, x in vars(rules).items() if is_dataclass(x) and x.__module__ == rules.__name__}
-    assert {"Linear", "YaRN", "Temperature"} <= {*own}
-    public = {name: x for name, x in vars(attnlib.scaling).items() if isinstance(x, type)}
-    assert public == {name: x for name, x in own.items() if not name.startswith("_")}
+    assert {"LinearScaling", "YaRNScaling"} <= {*own}
+    public = {name: x for name, x in vars(attnlib.scaling).items() if is_dataclass(x)}
+    assert public == {name: x for name, x in own.items() if name.endswith("Scaling")}

@@ -12,12 +12,12 @@ from rope_cases import FAR, LENGTH, SCALINGS, make, pairs, turn
 
 import attnlib.rope.rope
 from attnlib.rope.rope import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    LongRoPE,
+    DynamicNTKScaling,
+    LinearScaling,
+    LongRoPEScaling,
+    NTKScaling,
     Rope,
-    YaRN,
+    YaRNScaling,
     rotate,
 )
 
@@ -230,18 +230,22 @@ def test_an_odd_or_empty_width_is_refused(dim):
         ({"theta": math.inf}, ValueError, "rope.theta"),
         ({"theta": math.nan}, ValueError, "rope.theta"),
         ({"theta": "10000"}, TypeError, "rope.theta: expected a number, got '10000'"),
-        ({"scaling": 2.0}, TypeError, "rope.scaling: expected Linear, NTK"),
+        ({"scaling": 2.0}, TypeError, "rope.scaling: expected LinearScaling, NTKScaling"),
         ({"scaling": {"rope_type": "linear"}}, TypeError, "rope.scaling"),
         ({"interleaved": 1}, TypeError, "rope.interleaved: expected a bool, got 1"),
-        ({"dim": 2, "scaling": NTK(2.0)}, ValueError, "at least 4 channels with an NTK scaling"),
-        ({"dim": 2, "scaling": DynamicNTK(2.0, 1024)}, ValueError, "at least 4 channels with an NTK scaling"),
+        ({"dim": 2, "scaling": NTKScaling(2.0)}, ValueError, "at least 4 channels with an NTK scaling"),
         (
-            {"theta": 1.0, "scaling": YaRN(2.0, 1024)},
+            {"dim": 2, "scaling": DynamicNTKScaling(2.0, 1024)},
+            ValueError,
+            "at least 4 channels with an NTK scaling",
+        ),
+        (
+            {"theta": 1.0, "scaling": YaRNScaling(2.0, 1024)},
             ValueError,
             "rope.theta: expected more than 1 with YaRN",
         ),
         (
-            {"scaling": LongRoPE((1.0,), (2.0,), 2.0, 64)},
+            {"scaling": LongRoPEScaling((1.0,), (2.0,), 2.0, 64)},
             ValueError,
             "rope.scaling: expected 32 factors, .* got 1",
         ),
@@ -265,8 +269,14 @@ def test_a_wrong_rope_is_refused(fields, error, message):
         (Rope(8), torch.ones(3, dtype=torch.bool), None, TypeError, "got torch.bool"),
         (Rope(8), torch.ones(3, dtype=torch.complex64), None, TypeError, "got torch.complex64"),
         (Rope(8), [0, 1], None, TypeError, "positions: expected an integer tensor, got list"),
-        (Rope(8), torch.arange(3), 3, ValueError, "length: only DynamicNTK and LongRoPE depend on it"),
-        (Rope(8, scaling=Linear(2.0)), torch.arange(3), 3, ValueError, "leave length out"),
+        (
+            Rope(8),
+            torch.arange(3),
+            3,
+            ValueError,
+            "length: only DynamicNTKScaling and LongRoPEScaling depend on it",
+        ),
+        (Rope(8, scaling=LinearScaling(2.0)), torch.arange(3), 3, ValueError, "leave length out"),
         (
             make("dynamic", 8),
             torch.arange(3),

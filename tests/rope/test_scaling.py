@@ -8,21 +8,23 @@ import torch
 from rope_cases import FAR, make
 
 from attnlib.rope.rope import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRoPE,
-    Proportional,
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    NTKScaling,
+    ProportionalScaling,
     Rope,
-    YaRN,
+    YaRNScaling,
     rotate,
 )
 from attnlib.rope.scaling import scaling_of
 
 
 def test_the_ntk_base_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor():
-    plain, ntk = (Rope(64, scaling=scaling).inverse_frequencies().double() for scaling in (None, NTK(8.0)))
+    plain, ntk = (
+        Rope(64, scaling=scaling).inverse_frequencies().double() for scaling in (None, NTKScaling(8.0))
+    )
     assert plain[0] == ntk[0] == 1
     torch.testing.assert_close(
         plain[-1] / ntk[-1], torch.tensor(8.0, dtype=torch.float64), rtol=2**-20, atol=0
@@ -31,11 +33,11 @@ def test_the_ntk_base_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor
 
 
 def test_dynamic_ntk_is_plain_up_to_its_length_and_a_fixed_ntk_beyond():
-    rope = Rope(64, scaling=DynamicNTK(2.0, original_max_position=1024))
+    rope = Rope(64, scaling=DynamicNTKScaling(2.0, original_max_position=1024))
     for length in (1, 1023, 1024):
         assert torch.equal(rope.inverse_frequencies(length=length), Rope(64).inverse_frequencies())
     assert torch.equal(
-        rope.inverse_frequencies(length=2048), Rope(64, scaling=NTK(3.0)).inverse_frequencies()
+        rope.inverse_frequencies(length=2048), Rope(64, scaling=NTKScaling(3.0)).inverse_frequencies()
     )
     assert not torch.equal(rope.inverse_frequencies(length=1025), Rope(64).inverse_frequencies())
 
@@ -66,10 +68,10 @@ YARNS = {
 
 PARITY = {
     "default": (None, {}),
-    "linear": (Linear(4.0), {"factor": 4.0}),
-    "dynamic": (DynamicNTK(4.0, ORIGINAL), {"factor": 4.0}),
+    "linear": (LinearScaling(4.0), {"factor": 4.0}),
+    "dynamic": (DynamicNTKScaling(4.0, ORIGINAL), {"factor": 4.0}),
     "llama3": (
-        Llama3(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=ORIGINAL),
+        Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=ORIGINAL),
         {
             "factor": 8.0,
             "low_freq_factor": 1.0,
@@ -78,7 +80,7 @@ PARITY = {
         },
     ),
     "llama3, wide step": (
-        Llama3(32.0, low_freq_factor=0.5, high_freq_factor=20.0, original_max_position=ORIGINAL),
+        Llama3Scaling(32.0, low_freq_factor=0.5, high_freq_factor=20.0, original_max_position=ORIGINAL),
         {
             "factor": 32.0,
             "low_freq_factor": 0.5,
@@ -86,11 +88,11 @@ PARITY = {
             "original_max_position_embeddings": ORIGINAL,
         },
     ),
-    "proportional": (Proportional(0.25), {"partial_rotary_factor": 0.25}),
-    "proportional, slowed": (Proportional(0.5, 4.0), {"partial_rotary_factor": 0.5, "factor": 4.0}),
+    "proportional": (ProportionalScaling(0.25), {"partial_rotary_factor": 0.25}),
+    "proportional, slowed": (ProportionalScaling(0.5, 4.0), {"partial_rotary_factor": 0.5, "factor": 4.0}),
     **{
         f"yarn, {name}": (
-            YaRN(original_max_position=ORIGINAL, **fields),
+            YaRNScaling(original_max_position=ORIGINAL, **fields),
             {**fields, "original_max_position_embeddings": ORIGINAL},
         )
         for name, fields in YARNS.items()
@@ -188,7 +190,7 @@ def test_longrope_is_that_of_transformers(hf, dim, given):
 
 
 def test_longrope_with_one_list_needs_no_length():
-    rope = Rope(8, scaling=LongRoPE((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), 4.0, 64))
+    rope = Rope(8, scaling=LongRoPEScaling((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), 4.0, 64))
     assert not rope.needs_length
     expected = Rope(8).inverse_frequencies() / torch.tensor([1.0, 2.0, 3.0, 4.0])
     torch.testing.assert_close(rope.inverse_frequencies(), expected)
@@ -197,7 +199,7 @@ def test_longrope_with_one_list_needs_no_length():
 def test_pairs_that_do_not_turn_pass_through():
     """They are the last of each half, unlike those of a rope of fewer channels."""
     x = torch.randn(1, 3, 2, 16)
-    turned = rotate(x, Rope(16, scaling=Proportional(0.5)).angles(torch.arange(3)))
+    turned = rotate(x, Rope(16, scaling=ProportionalScaling(0.5)).angles(torch.arange(3)))
     same = (turned == x).all(1).all(0).all(0)
     assert same.tolist() == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
 
@@ -244,53 +246,89 @@ def test_amplitude_and_latent_scale_are_one_without_yarn():
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: Linear(0.5), ValueError, "Linear.factor: expected a finite number of at least 1, got 0.5"),
-        (lambda: Linear(math.nan), ValueError, "Linear.factor"),
-        (lambda: Linear(None), TypeError, "Linear.factor: expected a number, got None"),
-        (lambda: Linear(True), TypeError, "Linear.factor"),
-        (lambda: NTK(0.0), ValueError, "NTK.factor"),
-        (lambda: DynamicNTK(0.9, 1024), ValueError, "DynamicNTK.factor"),
         (
-            lambda: DynamicNTK(2.0, 0),
+            lambda: LinearScaling(0.5),
             ValueError,
-            "DynamicNTK.original_max_position: expected at least 1, got 0",
+            "LinearScaling.factor: expected a finite number of at least 1, got 0.5",
         ),
-        (lambda: DynamicNTK(2.0, 1024.0), TypeError, "DynamicNTK.original_max_position: expected an int"),
-        (lambda: Llama3(0.5, 1.0, 4.0, 8192), ValueError, "Llama3.factor"),
-        (lambda: Llama3(8.0, 0.0, 4.0, 8192), ValueError, "Llama3.low_freq_factor"),
-        (lambda: Llama3(8.0, 1.0, math.inf, 8192), ValueError, "Llama3.high_freq_factor"),
-        (lambda: Llama3(8.0, 4.0, 4.0, 8192), ValueError, "expected more than low_freq_factor=4.0, got 4.0"),
-        (lambda: Llama3(8.0, 1.0, 4.0, -1), ValueError, "Llama3.original_max_position"),
-        (lambda: YaRN(0.5, 4096), ValueError, "YaRN.factor"),
-        (lambda: YaRN(2.0, None), TypeError, "YaRN.original_max_position"),
+        (lambda: LinearScaling(math.nan), ValueError, "LinearScaling.factor"),
+        (lambda: LinearScaling(None), TypeError, "LinearScaling.factor: expected a number, got None"),
+        (lambda: LinearScaling(True), TypeError, "LinearScaling.factor"),
+        (lambda: NTKScaling(0.0), ValueError, "NTKScaling.factor"),
+        (lambda: DynamicNTKScaling(0.9, 1024), ValueError, "DynamicNTKScaling.factor"),
         (
-            lambda: YaRN(2.0, 4096, beta_fast=1.0, beta_slow=2.0),
+            lambda: DynamicNTKScaling(2.0, 0),
+            ValueError,
+            "DynamicNTKScaling.original_max_position: expected at least 1, got 0",
+        ),
+        (
+            lambda: DynamicNTKScaling(2.0, 1024.0),
+            TypeError,
+            "DynamicNTKScaling.original_max_position: expected an int",
+        ),
+        (lambda: Llama3Scaling(0.5, 1.0, 4.0, 8192), ValueError, "Llama3Scaling.factor"),
+        (lambda: Llama3Scaling(8.0, 0.0, 4.0, 8192), ValueError, "Llama3Scaling.low_freq_factor"),
+        (lambda: Llama3Scaling(8.0, 1.0, math.inf, 8192), ValueError, "Llama3Scaling.high_freq_factor"),
+        (
+            lambda: Llama3Scaling(8.0, 4.0, 4.0, 8192),
+            ValueError,
+            "expected more than low_freq_factor=4.0, got 4.0",
+        ),
+        (lambda: Llama3Scaling(8.0, 1.0, 4.0, -1), ValueError, "Llama3Scaling.original_max_position"),
+        (lambda: YaRNScaling(0.5, 4096), ValueError, "YaRNScaling.factor"),
+        (lambda: YaRNScaling(2.0, None), TypeError, "YaRNScaling.original_max_position"),
+        (
+            lambda: YaRNScaling(2.0, 4096, beta_fast=1.0, beta_slow=2.0),
             ValueError,
             "expected at least beta_slow=2.0, got 1.0",
         ),
-        (lambda: YaRN(2.0, 4096, beta_fast=math.inf), ValueError, "YaRN.beta_fast"),
-        (lambda: YaRN(2.0, 4096, beta_slow=0.0), ValueError, "YaRN.beta_slow"),
-        (lambda: YaRN(2.0, 4096, attention_factor=0.0), ValueError, "YaRN.attention_factor"),
-        (lambda: YaRN(2.0, 4096, mscale=-1.0), ValueError, "YaRN.mscale: "),
-        (lambda: YaRN(2.0, 4096, mscale_all_dim="1"), TypeError, "YaRN.mscale_all_dim: "),
-        (lambda: YaRN(2.0, 4096, truncate=None), TypeError, "YaRN.truncate: expected a bool, got None"),
-        (lambda: LongRoPE([1.0], (1.0,), 2.0, 64), TypeError, "LongRoPE.short_factor: expected a tuple"),
-        (lambda: LongRoPE((1.0,), (1.0, 2.0), 2.0, 64), TypeError, "LongRoPE.long_factor: expected a tuple"),
+        (lambda: YaRNScaling(2.0, 4096, beta_fast=math.inf), ValueError, "YaRNScaling.beta_fast"),
+        (lambda: YaRNScaling(2.0, 4096, beta_slow=0.0), ValueError, "YaRNScaling.beta_slow"),
+        (lambda: YaRNScaling(2.0, 4096, attention_factor=0.0), ValueError, "YaRNScaling.attention_factor"),
+        (lambda: YaRNScaling(2.0, 4096, mscale=-1.0), ValueError, "YaRNScaling.mscale: "),
+        (lambda: YaRNScaling(2.0, 4096, mscale_all_dim="1"), TypeError, "YaRNScaling.mscale_all_dim: "),
         (
-            lambda: LongRoPE((1.0,), (0.0,), 2.0, 64),
-            ValueError,
-            "LongRoPE.long_factor: expected a finite number",
+            lambda: YaRNScaling(2.0, 4096, truncate=None),
+            TypeError,
+            "YaRNScaling.truncate: expected a bool, got None",
         ),
-        (lambda: LongRoPE((1.0,), (1.0,), 0.5, 64), ValueError, "LongRoPE.factor"),
         (
-            lambda: LongRoPE((1.0,), (1.0,), 2.0, 1),
-            ValueError,
-            "LongRoPE.original_max_position: expected at least 2",
+            lambda: LongRoPEScaling([1.0], (1.0,), 2.0, 64),
+            TypeError,
+            "LongRoPEScaling.short_factor: expected a tuple",
         ),
-        (lambda: LongRoPE((1.0,), (1.0,), 2.0, 64, 0.0), ValueError, "LongRoPE.attention_factor"),
-        (lambda: Proportional(0.0), ValueError, "Proportional.share: expected a finite number above 0"),
-        (lambda: Proportional(1.5), ValueError, "Proportional.share: expected at most 1, got 1.5"),
-        (lambda: Proportional(0.5, 0.5), ValueError, "Proportional.factor"),
+        (
+            lambda: LongRoPEScaling((1.0,), (1.0, 2.0), 2.0, 64),
+            TypeError,
+            "LongRoPEScaling.long_factor: expected a tuple",
+        ),
+        (
+            lambda: LongRoPEScaling((1.0,), (0.0,), 2.0, 64),
+            ValueError,
+            "LongRoPEScaling.long_factor: expected a finite number",
+        ),
+        (lambda: LongRoPEScaling((1.0,), (1.0,), 0.5, 64), ValueError, "LongRoPEScaling.factor"),
+        (
+            lambda: LongRoPEScaling((1.0,), (1.0,), 2.0, 1),
+            ValueError,
+            "LongRoPEScaling.original_max_position: expected at least 2",
+        ),
+        (
+            lambda: LongRoPEScaling((1.0,), (1.0,), 2.0, 64, 0.0),
+            ValueError,
+            "LongRoPEScaling.attention_factor",
+        ),
+        (
+            lambda: ProportionalScaling(0.0),
+            ValueError,
+            "ProportionalScaling.share: expected a finite number above 0",
+        ),
+        (
+            lambda: ProportionalScaling(1.5),
+            ValueError,
+            "ProportionalScaling.share: expected at most 1, got 1.5",
+        ),
+        (lambda: ProportionalScaling(0.5, 0.5), ValueError, "ProportionalScaling.factor"),
         (
             lambda: scaling_of({"rope_type": "spiral"}, max_position=8),
             ValueError,

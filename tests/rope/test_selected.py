@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from attnlib import Rope, YaRN, rotate
+from attnlib import Rope, rotate
 from attnlib.rope.selected import select
+from attnlib.scaling import YaRNScaling
 
 PAIRS = (3, 0, 0, 2)
 
@@ -22,7 +23,7 @@ def test_each_pair_is_rotated_as_in_the_source(interleaved):
 
 
 def test_the_temperature_of_the_source_is_left_to_the_caller():
-    source = Rope(8, scaling=YaRN(40.0, original_max_position=1024, mscale=1.0, mscale_all_dim=0.5))
+    source = Rope(8, scaling=YaRNScaling(40.0, original_max_position=1024, mscale=1.0, mscale_all_dim=0.5))
     assert source.amplitude != 1
     rope = select(source, PAIRS)
     assert (rope.dim, rope.amplitude, rope.latent_scale) == (8, 1.0, 1.0)

@@ -150,20 +150,20 @@ def test_flops_of_latent_attention(shape, length):
 @given(shape=shapes, context=lengths, batch=st.integers(1, 3), store=stores)
 def test_a_step_reads_the_weights_and_every_visible_slot(shape, context, batch, store):
     layer = make_layer(shape, dtype=torch.float16)
-    layout = shape.layout(dtype=torch.float16, store=store)
+    layout = shape.layout(dtype=torch.float16, storage_dtype=store)
     [stored] = KVCache.paged([layout], pages=1, page_size=1, max_sequences=1, device="meta")._layers
     slot = sum(plane[0, 0].nbytes for plane in stored.planes.values())
     mask: Mask = layer.mask
     visible = int(mask.visible(torch.tensor(context - 1), torch.arange(context)).sum())
     weights = sum(x.nbytes for x in layer.parameters())
-    read = decode_bytes(shape, context, batch=batch, dtype=torch.float16, store=store)
+    read = decode_bytes(shape, context, batch=batch, dtype=torch.float16, storage_dtype=store)
     assert read == weights + batch * visible * slot
 
 
 @given(heads=st.integers(1, 4), group=st.integers(1, 4), ranks=st.integers(1, 4), store=stores)
 def test_ranks_share_kv_heads_or_copy_the_last(heads, group, ranks, store):
     shape = GroupedShape(hidden_size=8, num_heads=heads * group, num_kv_heads=heads, head_dim=4)
-    stored = {"dtype": torch.bfloat16, "store": store}
+    stored = {"dtype": torch.bfloat16, "storage_dtype": store}
     if shape.num_heads % ranks or (heads % ranks and ranks % heads):
         with pytest.raises(ValueError, match="ranks: expected"):
             shape.shard(ranks)

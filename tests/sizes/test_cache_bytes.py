@@ -22,10 +22,10 @@ def test_published_sizes():
     llama_3_8b = [KVLayout.grouped(8, 128, dtype=torch.bfloat16)] * 32
     assert cache_bytes(llama_3_8b, **token) == 131_072
     assert cache_bytes(
-        [KVLayout.grouped(2, 128, dtype=torch.bfloat16, store=torch.int8)], **token
+        [KVLayout.grouped(2, 128, dtype=torch.bfloat16, storage_dtype=torch.int8)], **token
     ) == 2 * 2 * (128 + 4)
     assert (
-        cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16, store=torch.int8)], **token)
+        cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16, storage_dtype=torch.int8)], **token)
         == 512 + 4 + 128
     )
 

@@ -34,7 +34,7 @@ def test_the_allocator_agrees_to_the_byte(known, store):
     contexts, page_size = (1, 4_500), 64  # the longer one is past every window
     pages = 2 * -(-contexts[-1] // page_size)
     for variant in variants(known):
-        layouts = variant.layouts(dtype=torch.bfloat16, store=store)
+        layouts = variant.layouts(dtype=torch.bfloat16, storage_dtype=store)
         cache = KVCache.paged(layouts, pages=pages, page_size=page_size, max_sequences=2, device="meta")
         cache.admit(2)
         used = []
@@ -42,7 +42,9 @@ def test_the_allocator_agrees_to_the_byte(known, store):
             with cache.step(tokens, replay=True):  # only counted: nothing is written
                 pass
             used.append(cache.used_bytes)
-        answers = rows([variant], Setting(contexts=contexts, batches=(2,), store=store, page_size=page_size))
+        answers = rows(
+            [variant], Setting(contexts=contexts, batches=(2,), storage_dtype=store, page_size=page_size)
+        )
         assert used == [row.cache_bytes for row in answers]
         assert cache.nbytes == answers[0].token_bytes * pages * page_size
 

@@ -13,7 +13,7 @@ from attnlib import score_mod
 from attnlib.tracing.derivative import BY_RESULT, derivative
 from attnlib.tracing.kinds import DTYPES, FLOAT, INT64
 from attnlib.tracing.program import Operand, Program, Step, Value
-from attnlib.tracing.trace import FIRST_QUERY
+from attnlib.tracing.trace import QUERY_OFFSET
 
 TILE = Tile()
 NAMED = {"truediv": "true_divide", "floordiv": "floor_divide", "mod": "remainder"}
@@ -82,7 +82,7 @@ def differentiated(program: Program, score: Tensor, d: Tensor, tensors: Sequence
 
 def expected(case: Case, arguments: list, score: Tensor, d: Tensor) -> list[Tensor]:
     """The same by autograd."""
-    leaves = [score, *(x for x in arguments if x is not FIRST_QUERY and x.is_floating_point())]
+    leaves = [score, *(x for x in arguments if x is not QUERY_OFFSET and x.is_floating_point())]
     given = TILE.called(case, arguments, score)
     if not given.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
@@ -93,12 +93,12 @@ def expected(case: Case, arguments: list, score: Tensor, d: Tensor) -> list[Tens
 def test_it_is_that_of_autograd(name):
     case = SCORES[name]
     arguments = [
-        x.double().requires_grad_() if x is not FIRST_QUERY and x.dtype in FLOATS else x
+        x.double().requires_grad_() if x is not QUERY_OFFSET and x.dtype in FLOATS else x
         for x in case.arguments()
     ]
     score, d = torch.randn(2, len(TILE.i), len(TILE.j))
     wanted = expected(case, arguments, score.requires_grad_(), d)
-    tensors = [x.detach() for x in arguments if x is not FIRST_QUERY]
+    tensors = [x.detach() for x in arguments if x is not QUERY_OFFSET]
     found = differentiated(program_of("score", case, arguments), score.detach(), d, tensors)
     torch.testing.assert_close(found, wanted)
 

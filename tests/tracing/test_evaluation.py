@@ -5,7 +5,7 @@ import torch
 from program_cases import AT, MASKS, SCORES, Tile, program_of
 from torch import Tensor
 
-from attnlib import CAUSAL, FIRST_QUERY, attention, mask_mod, score_mod
+from attnlib import CAUSAL, QUERY_OFFSET, attention, mask_mod, score_mod
 from attnlib.tracing.evaluation import evaluated
 from attnlib.tracing.trace import traced
 
@@ -16,7 +16,7 @@ def call(mask, **options):
 
 
 class Given:
-    """A table, or FIRST_QUERY's, as a function is given it for one pair: floats are widened, indices
+    """A table, or QUERY_OFFSET's, as a function is given it for one pair: floats are widened, indices
     clamped.
     """
 
@@ -33,7 +33,7 @@ def by_pairs(case, arguments, tile, score=None):
     """Call a function once per pair, with 0-dimensional tensors."""
     wide, first = torch.float32 if score is None else score.dtype, torch.tensor(tile.first)
     given = [
-        Given(first.expand(8), wide) if x is FIRST_QUERY else Given(x, wide) if x.dim() else x.to(wide)
+        Given(first.expand(8), wide) if x is QUERY_OFFSET else Given(x, wide) if x.dim() else x.to(wide)
         if x.is_floating_point() else x for x in arguments
     ]  # fmt: skip
     own = torch.tensor(tile.b), torch.tensor(tile.h)
@@ -59,7 +59,7 @@ def test_a_program_gives_what_its_function_gives_of_each_pair(name, case):
     score = None if case in MASKS.values() else torch.randn(len(SMALL_TILE.i), len(SMALL_TILE.j))
     program = program_of("mask" if score is None else "score", case, arguments)
     inputs |= {} if score is None else {"score": score}
-    ours = evaluated(program, inputs, [x for x in arguments if x is not FIRST_QUERY])
+    ours = evaluated(program, inputs, [x for x in arguments if x is not QUERY_OFFSET])
     theirs = by_pairs(case, arguments, SMALL_TILE, score)
     assert score is not None or theirs.dtype == torch.bool
     torch.testing.assert_close(ours.broadcast_to(theirs.shape), theirs.to(ours.dtype), equal_nan=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnlib import FIRST_QUERY, TraceError, mask_mod
+from attnlib import QUERY_OFFSET, TraceError, mask_mod
 from attnlib.tracing.stand_ins import line_of_error
 
 # What Python may ask of an object, as expressions of an index i and of a tensor x.
@@ -51,13 +51,13 @@ def test_no_protocol_goes_through(name):
 
 def test_first_query_stays_itself():
     """Copied or pickled, as masks and layers with it are."""
-    assert repr(FIRST_QUERY) == "FIRST_QUERY"
+    assert repr(QUERY_OFFSET) == "QUERY_OFFSET"
     for copied in (
-        copy.copy(FIRST_QUERY),
-        copy.deepcopy([FIRST_QUERY])[0],
-        pickle.loads(pickle.dumps(FIRST_QUERY)),
+        copy.copy(QUERY_OFFSET),
+        copy.deepcopy([QUERY_OFFSET])[0],
+        pickle.loads(pickle.dumps(QUERY_OFFSET)),
     ):
-        assert copied is FIRST_QUERY
+        assert copied is QUERY_OFFSET
 
 
 def test_an_error_is_of_the_innermost_line_that_is_not_torchs():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
+from attnlib import CAUSAL, QUERY_OFFSET, TraceError, attention, mask_mod, score_mod
 from attnlib.backends._torch.programs import differentiated
 from attnlib.tracing.derivative import derivative
 from attnlib.tracing.trace import traced
@@ -106,8 +106,8 @@ def enclosed():
         (lambda b, h, i, j, d: d[b, i * 1.0] == 0, (DOCUMENT,), "tensor 0: expected int indices, got float"),
         (lambda b, h, i, j, d: i < d.shape[1], (DOCUMENT,), ".shape cannot be known"),
         (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\), torch.tensor\(\) and lists cannot take"),
-        (lambda b, h, i, j, first: i < first, (FIRST_QUERY,), "FIRST_QUERY is used as a whole"),
-        (lambda b, h, i, j, first: i < first[h], (FIRST_QUERY,), "index it by b"),
+        (lambda b, h, i, j, first: i < first, (QUERY_OFFSET,), "QUERY_OFFSET is used as a whole"),
+        (lambda b, h, i, j, first: i < first[h], (QUERY_OFFSET,), "index it by b"),
         (
             lambda b, h, i, j: i.cos() > 2,
             (),
@@ -302,7 +302,7 @@ def reads_all(b, h, i, j, x):
         (
             lambda: mask_mod(reads_all, 3),
             TypeError,
-            "expected a tensor or FIRST_QUERY as argument 0, got int",
+            "expected a tensor or QUERY_OFFSET as argument 0, got int",
         ),
         (lambda: mask_mod(reads_all, torch.zeros(3).to_sparse()), TypeError, "one that is not strided"),
         (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from program_cases import AT
 
-from attnlib import FIRST_QUERY
+from attnlib import QUERY_OFFSET
 from attnlib.backends._torch.programs import differentiated
 from attnlib.tracing.derivative import derivative
 from attnlib.tracing.evaluation import evaluated
@@ -18,7 +18,7 @@ def given(function, *tensors, score=None):
     """What a program gives of all pairs, and what the function gives when called with them."""
     program = traced("mask" if score is None else "score", function, tensors)
     inputs = AT if score is None else {"score": score} | AT
-    ours = evaluated(program, inputs, [x for x in tensors if x is not FIRST_QUERY], torch.float64)
+    ours = evaluated(program, inputs, [x for x in tensors if x is not QUERY_OFFSET], torch.float64)
     return ours, function(*(x for name, x in inputs.items() if name != "first"), *tensors)
 
 

@@ -85,7 +85,7 @@ def peer_memory(group: object, device: torch.device) -> None:
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:
     """Rotate and quantise tokens if needed, and write them to the cache in place; slot -1 is skipped."""
-    latent, store = kv.layout.is_latent, kv.layout.store
+    latent, store = kv.layout.is_latent, kv.layout.storage_dtype
     if latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
     if angles is not None:
@@ -94,4 +94,4 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
         k, k_scale = quantise(k, store)
         v, v_scale = (v, None) if latent else quantise(v, store)
         torch.ops.attnlib.torch_write(kv.k_scale, None if latent else kv.v_scale, k_scale, v_scale, slots)
-    torch.ops.attnlib.torch_write(kv.k, kv.k_tail if latent else kv.v, k, v, slots)
+    torch.ops.attnlib.torch_write(kv.k, kv.k_rope if latent else kv.v, k, v, slots)

@@ -105,7 +105,7 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
                 f"table: expected pages in [0, {a.k.shape[0]}), "
                 f"got {min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
             )
-        keys = Keys(a.k, v, a.k_tail, a.k_scale, v_scale, result_dtype(a.q.dtype), pages, start, stop)
+        keys = Keys(a.k, v, a.k_rope, a.k_scale, v_scale, result_dtype(a.q.dtype), pages, start, stop)
         index = () if m - n == len(lengths) else (slice(n, m),)
         if offsets is not None:
             index = (None, slice(offsets[n], offsets[n + 1]))

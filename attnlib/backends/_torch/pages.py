@@ -15,7 +15,7 @@ class Keys(NamedTuple):
     """The keys and values ``[start, stop)`` of a batch, in the tensors that store them.
 
     Attributes:
-        k, v, k_tail, k_scale, v_scale: the stored keys and values with their scales, as in a KVView:
+        k, v, k_rope, k_scale, v_scale: the stored keys and values with their scales, as in a KVView:
             ``[pages, page_size, g, *]``. If they are not in a cache, each sequence counts as one page.
         dtype: the dtype to which stored values are converted after scaling.
         pages: the pages of the first sequence, beginning with the page of ``start``. If it has one page, the
@@ -25,7 +25,7 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor
-    k_tail: Tensor | None
+    k_rope: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Keys(NamedTuple):
     def at_once(self) -> bool:
         """True if a single read returns all keys: they are contiguous in memory, or few enough for a tile."""
         if len(self.pages) == 1:
-            return self.k_tail is self.k_scale is None or self.stop - self.start <= KEYS
+            return self.k_rope is self.k_scale is None or self.stop - self.start <= KEYS
         return self.start // self.span == (self.stop - 1) // self.span
 
     def read(self, sequences: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class Keys(NamedTuple):
         Both are views, not copies, if the tokens are on one page and need neither scaling nor a tail.
         """
         n, t, (count, size, *_) = sequences.stop - sequences.start, stop - start, self.k.shape
-        if n == count and t == size and self.k_tail is self.k_scale is None:
+        if n == count and t == size and self.k_rope is self.k_scale is None:
             # To read whole tensors without indexing them saves 3 us.
             return self.k.transpose(1, 2), self.v.transpose(1, 2)
         skipped = start // size - self.start // size
@@ -74,7 +74,7 @@ class Keys(NamedTuple):
 
         k = plane(self.k, self.k_scale)
         v = k if self.v is self.k else plane(self.v, self.v_scale)
-        k = k if self.k_tail is None else torch.cat((k, take(self.k_tail)), -1)
+        k = k if self.k_rope is None else torch.cat((k, take(self.k_rope)), -1)
         return k.transpose(1, 2), v.transpose(1, 2)
 
 

@@ -34,12 +34,12 @@ class TritonBackend:
         """Return the reasons why this backend cannot run ``spec``."""
         layout = spec.layout
         # The GPU must support the dtype in which the kernels multiply matrices.
-        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype
+        dtype = layout.dtype if layout is not None and layout.rope_dim else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
         if spec.device == "cuda" and spec.arch < 89:
-            if layout is not None and layout.store == E4M3:
+            if layout is not None and layout.storage_dtype == E4M3:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
             elif spec.dtype == E4M3:
                 reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
@@ -87,4 +87,4 @@ class TritonBackend:
 
 
 backend = TritonBackend("triton", hopper=True)
-plain = TritonBackend("triton_plain", hopper=False)
+plain = TritonBackend("triton_generic", hopper=False)

@@ -137,7 +137,7 @@ def new_tokens(
     layout = view.layout
     # With torch.autocast, keys and values may have another dtype than the cache.
     k, v = k.to(layout.dtype), None if v is None else v.to(layout.dtype)
-    if layout.store is not None:
+    if layout.storage_dtype is not None:
         return NewTokens(*_read_back(view, k, v, angles), starts)
     if layout.is_latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
@@ -164,7 +164,7 @@ def _read_back(view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None)
         return (plane[0].float() * scale[0][..., None]).to(layout.dtype).unflatten(0, shape)
 
     k, v = read(page.k, page.k_scale), read(page.v, page.v_scale)
-    return (k if page.k_tail is None else torch.cat((k, page.k_tail[0].unflatten(0, shape)), -1)), v
+    return (k if page.k_rope is None else torch.cat((k, page.k_rope[0].unflatten(0, shape)), -1)), v
 
 
 def _over_stored(call: Call, q: Tensor, shard: LocalShard) -> Call:

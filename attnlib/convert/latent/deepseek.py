@@ -10,7 +10,7 @@ from ...checkpoint_files.folder import CONFIG
 from ...kv import DTYPES
 from ...models.families import STORED
 from ...rope.rope import Rope
-from ...rope.scaling import Linear, Llama3, YaRN
+from ...rope.scaling import LinearScaling, Llama3Scaling, YaRNScaling
 from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
@@ -208,9 +208,9 @@ def _attention(state: Mapping[str, Tensor], rope: Rope, shape: LayerShape) -> di
 
 def _scaling(rope: Rope) -> dict[str, object] | None:
     match rope.scaling:
-        case Linear(factor):
+        case LinearScaling(factor):
             return {"rope_type": "linear", "factor": factor}
-        case Llama3(factor, low, high, original):
+        case Llama3Scaling(factor, low, high, original):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -218,13 +218,13 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-        case YaRN():
+        case YaRNScaling():
             return _yarn(rope.scaling)
         case None:
             return None
 
 
-def _yarn(yarn: YaRN) -> dict[str, object]:
+def _yarn(yarn: YaRNScaling) -> dict[str, object]:
     """Return YaRN's parameters under Hugging Face's names, without those that are None.
 
     ``truncate`` is included only if it is False, because all loaders truncate by default.

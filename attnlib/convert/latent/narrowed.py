@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from ...rope.rope import Rope, yarn_ramp
-from ...rope.scaling import Linear, Llama3, YaRN
+from ...rope.scaling import LinearScaling, Llama3Scaling, YaRNScaling
 
 ROUNDING = 1e-6  # relative tolerance when comparing inverse frequencies, a few fp32 rounding errors
 
@@ -26,12 +26,12 @@ def narrowed(rope: Rope, dim: int) -> Rope:
     """
     if dim < 2 or dim % 2 or rope.dim % dim:
         raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {dim}")
-    if not isinstance(rope.scaling, Linear | Llama3 | YaRN | None):
+    if not isinstance(rope.scaling, LinearScaling | Llama3Scaling | YaRNScaling | None):
         raise NotImplementedError(
             "rope: expected no scaling, Linear, Llama3 or YaRN, which DeepSeek-V3's config can represent, "
             f"got {type(rope.scaling).__name__}; use gqa_to_mla or --to attnlib"
         )
-    scaling = _ramp(rope, rope.scaling, dim) if isinstance(rope.scaling, YaRN) else rope.scaling
+    scaling = _ramp(rope, rope.scaling, dim) if isinstance(rope.scaling, YaRNScaling) else rope.scaling
     new = Rope(dim, theta=rope.theta, scaling=scaling, interleaved=True)
     wanted = rope.inverse_frequencies()[:: rope.dim // dim]
     if not torch.allclose(new.inverse_frequencies(), wanted, rtol=ROUNDING, atol=0.0):
@@ -42,7 +42,7 @@ def narrowed(rope: Rope, dim: int) -> Rope:
     return new
 
 
-def _ramp(rope: Rope, yarn: YaRN, dim: int) -> YaRN:
+def _ramp(rope: Rope, yarn: YaRNScaling, dim: int) -> YaRNScaling:
     """Return YaRN for ``dim`` channels, with a ramp that is ``rope.dim / dim`` times shorter.
 
     Both ends of the ramp are pair indices, which are divided by this factor. The numbers of rotations that

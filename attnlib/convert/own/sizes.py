@@ -133,7 +133,7 @@ def cache_bytes(asked: str, whole: int) -> int:
 
 
 def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
-    """Raise RequestError unless :func:`attnlib.load` can load the model with layers of these sizes."""
+    """Raise RequestError unless :func:`attnlib.load_pretrained` loads a model with layers of these sizes."""
     from ...integrations.transformers.own import config_from
     from ...models.own_form import own_config
 
@@ -143,4 +143,6 @@ def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
             config = config_from(config_json)
             class_of(config)(config)
     except (CheckpointError, ValueError, TypeError, NotImplementedError, KeyError) as error:
-        raise RequestError(f"--to attnlib: attnlib.load cannot load the result: {error}") from error
+        raise RequestError(
+            f"--to attnlib: attnlib.load_pretrained cannot load the result: {error}"
+        ) from error

@@ -213,6 +213,6 @@ def _stored(
     if d == q.shape[-1]:
         layout, planes = KVLayout.grouped(g, d, e, dtype=k.dtype), {"k": k, "v": v}
     else:
-        layout, planes = KVLayout.latent(e, d, dtype=k.dtype), {"k": v, "v": v, "k_tail": k if d else None}
+        layout, planes = KVLayout.latent(e, d, dtype=k.dtype), {"k": v, "v": v, "k_rope": k if d else None}
     view = KVView(layout, t, **planes, table=rows[:, None], starts=starts, lengths=lengths, check=False)
     return cached_attention(q, view, mask=mask, **options)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...models.families import GROUPED, NORMED, STORED, AttentionStorage, alike
-from ...rope.scaling import Temperature
+from ...rope.scaling import QueryTemperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
 LATENT = alike(
@@ -43,7 +43,7 @@ class Family(AttentionStorage):
     softcap: str | None = None
     sinks: bool = False
     # A function of the config and a bool, which is True if the layer has a rope.
-    temperature: Callable[[Any, bool], Temperature | None] | None = None
+    temperature: Callable[[Any, bool], QueryTemperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
@@ -81,17 +81,21 @@ DEEPSEEK = Family(
 )
 
 
-def mistral_temperature(config: Any, rotates: bool) -> Temperature | None:
+def mistral_temperature(config: Any, rotates: bool) -> QueryTemperature | None:
     """Return the query temperature that the rope parameters of a config define, or None if there is none."""
     weight = config.rope_parameters.get("llama_4_scaling_beta")
-    return Temperature(weight, config.rope_parameters["original_max_position_embeddings"]) if weight else None
+    return (
+        QueryTemperature(weight, config.rope_parameters["original_max_position_embeddings"])
+        if weight
+        else None
+    )
 
 
-def llama4_temperature(config: Any, rotates: bool) -> Temperature | None:
+def llama4_temperature(config: Any, rotates: bool) -> QueryTemperature | None:
     """Return the query temperature of a layer without rope; it is None with rope, or if switched off."""
     if rotates or not config.attn_temperature_tuning:
         return None
-    return Temperature(config.attn_scale, int(config.floor_scale), offset=1)
+    return QueryTemperature(config.attn_scale, int(config.floor_scale), offset=1)
 
 
 BERT = replace(

@@ -12,7 +12,7 @@ from .own import FORMS
 from .replacing import ReplacedAttention
 
 
-def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:
+def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout]:
     """Return the cache layout of each layer of a model.
 
     Raises:
@@ -22,7 +22,10 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
     if hasattr(config, FORMS):  # attnlib's own checkpoint form, in which layers may have different sizes
-        return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
+        return [
+            replace(own[index].kv_layout_as(model.dtype), storage_dtype=storage_dtype)
+            for index in sorted(own)
+        ]
     kinds = _layer_types_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):
@@ -30,7 +33,7 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
             "model: expected one that passes latents to attention, got one that expands them first; "
             "call hf.absorb(model) or hf.replace(model)"
         )
-    layouts, options = [], {"dtype": model.dtype, "store": store}
+    layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
     for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if is_latent:

@@ -12,7 +12,7 @@ from transformers import LlamaModel, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
-from ...cache.pages import Handle, Window
+from ...cache.pages import SequenceHandle, Window
 from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of
 from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
@@ -28,9 +28,9 @@ class PagedCache(Cache):
     :class:`attnlib.KVCache`. Beam search forks rows, which then share pages; cropping truncates rows, and
     ``reset`` frees them. Layers with a sliding window free the pages behind it, but retain ``rollback`` more
     tokens, which assisted generation needs to take back rejected drafts. ``pages``, ``page_size``,
-    ``max_sequences`` and ``max_length`` are as in :meth:`attnlib.KVCache.paged`; ``store`` selects an int8
-    or fp8 cache, as in :class:`attnlib.KVLayout`. Once rows hold tokens, ``update`` returns placeholders that
-    only attnlib's attention can read. Any other attention sees NaN.
+    ``max_sequences``, ``max_length`` and ``storage_dtype`` (int8 or fp8) are as in
+    :meth:`attnlib.KVCache.paged`. Once rows hold tokens, ``update`` returns placeholders that only attnlib's
+    attention can read. Any other attention sees NaN.
 
     Raises:
         ValueError: a size is invalid, or the model uses another attention implementation or expands its
@@ -47,7 +47,7 @@ class PagedCache(Cache):
         max_sequences: int,
         max_length: int | None = None,
         rollback: int = 0,
-        store: torch.dtype | None = None,
+        storage_dtype: torch.dtype | None = None,
     ):
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation != NAME:
@@ -56,7 +56,7 @@ class PagedCache(Cache):
                 f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r}) after "
                 "hf.register()"
             )
-        layouts = layouts_of(model, config, store)
+        layouts = layouts_of(model, config, storage_dtype)
         self._kv = KVCache.paged(
             layouts,
             pages=pages,
@@ -67,7 +67,7 @@ class PagedCache(Cache):
             device=model.device,
         )
         self._rollback, self._max_length = rollback, max_length
-        self.handles: list[Handle] = []  # one handle per row
+        self.handles: list[SequenceHandle] = []  # one handle per row
         self._length = 0  # tokens per row before the open step
         self._step: Any = None  # context manager of the open cache step, None if no step is open
         self._open: Sequence[LayerCache] = ()  # the layers of the open step

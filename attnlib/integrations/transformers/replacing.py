@@ -11,7 +11,7 @@ from transformers import EncoderDecoderCache
 
 from ...masks.band import FULL, Mask
 from ...rope.rope import Angles, Rope
-from ...rope.scaling import LongRoPE
+from ...rope.scaling import LongRoPEScaling
 from .attention import attention_forward
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family
@@ -162,7 +162,7 @@ def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
     """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length."""
     if not rope.needs_length:
         return rope.angles(position_ids)
-    if not isinstance(rope.scaling, LongRoPE):
+    if not isinstance(rope.scaling, LongRoPEScaling):
         return rope.angles(position_ids, length=int(position_ids.max()) + 1)
     original = rope.scaling.original_max_position
     short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))

@@ -139,7 +139,7 @@ def test_shared_pages_are_read_in_one_row(layout):
     assert shared.cu_seqlens_q.tolist() == [0, 4]
     assert own.starts.tolist() == [6, 6, 6, 6]
     assert view.starts.tolist() == [0, 0, 0, 0]
-    q = torch.randn(4, 1, HEADS, layout.dim + layout.tail, dtype=torch.float64)
+    q = torch.randn(4, 1, HEADS, layout.dim + layout.rope_dim, dtype=torch.float64)
     whole = cached_attention(q, replace(view), mask=CAUSAL)
     scrambled = view.table.clone()
     scrambled[:, :3] = -1

@@ -79,7 +79,7 @@ def test_sinks_join_a_result_without_them():
 
 @pytest.mark.parametrize("store", [None, torch.int8, torch.float8_e4m3fn])
 def test_new_tokens_are_what_the_cache_gives_back(store):
-    layout = KVLayout.grouped(2, 8, store=store)
+    layout = KVLayout.grouped(2, 8, storage_dtype=store)
     view, k, v = stored(layout)
     new = new_tokens(view, None, k, v, None)
     q = torch.randn(1, 5, HEADS, 8)

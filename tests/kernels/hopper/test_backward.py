@@ -87,7 +87,7 @@ def test_packed_sequences_do_not_meet(d, e, h, mask):
         clean, ends, strict=True
     ):  # what follows the last sequence has no gradient, whatever it holds
         x[end:] = 0
-    expected = gradients(*clean, varlen_attention_with_lse, backend="triton:plain", **options)
+    expected = gradients(*clean, varlen_attention_with_lse, backend="triton:generic", **options)
     for x, part, end in zip((q, k, v, dout), (of_q, of_k, of_k, of_q), ends, strict=True):
         x[part], x[end:] = torch.nan, torch.nan
     found = gradients(q, k, v, dout, varlen_attention_with_lse, backend="triton", **options)
@@ -128,7 +128,7 @@ def test_calls_repeat(d, e, g, mask, in_order):
         wait_for()
         assert_same_bits(*zip(first[same:], again[same:], strict=True))
     assert_alike(again, first)
-    assert_alike(first, gradients(q, k, v, dout, mask=mask, backend="triton:plain"))
+    assert_alike(first, gradients(q, k, v, dout, mask=mask, backend="triton:generic"))
 
 
 def test_streams_take_turns_of_their_own(in_order):
@@ -167,7 +167,7 @@ def test_memory_of_long_sequences(d, e):
         tokens(1, 65536, 4, e),
     )
     most = []
-    for backend in ("triton", "triton:plain"):
+    for backend in ("triton", "triton:generic"):
         torch.cuda.reset_peak_memory_stats()
         gradients(q, k, v, dout, mask=sliding(100), backend=backend)
         most.append(torch.cuda.max_memory_allocated())

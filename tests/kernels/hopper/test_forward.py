@@ -218,7 +218,7 @@ def test_which_kernels_run_is_told():
 
     assert told(q) == "Hopper"
     assert (
-        told(q, backend="triton:plain")
+        told(q, backend="triton:generic")
         == told(q.float())
         == told(q, dropout_p=0.1)
         == told(odd)
@@ -226,7 +226,7 @@ def test_which_kernels_run_is_told():
         == "plain"
     )
     assert torch.equal(attention(q, q, q, mask=CAUSAL), attention(q, q, q, mask=CAUSAL, backend="triton"))
-    plain = attention(q, q, q, mask=CAUSAL, backend="triton:plain")
+    plain = attention(q, q, q, mask=CAUSAL, backend="triton:generic")
     torch.testing.assert_close(plain, attention(q, q, q, mask=CAUSAL))
 
 

@@ -78,8 +78,12 @@ def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
     assert kernel(store(layout, Sizes(LENGTHS, page_size=24)).call(1, 8)).startswith("decode ")
     assert kernel(store(layout, Sizes(LENGTHS, order="heads")).call(1, 8)).startswith("decode ")
     assert kernel(store(layout, Sizes(LENGTHS)).call(9, 8)).startswith("decode ")
-    assert kernel(store(replace(layout, store=torch.int8), Sizes(LENGTHS)).call(1, 8)).startswith("decode ")
-    assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)).startswith("decode ")
+    assert kernel(store(replace(layout, storage_dtype=torch.int8), Sizes(LENGTHS)).call(1, 8)).startswith(
+        "decode "
+    )
+    assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)).startswith(
+        "decode "
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
 )
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
-    layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16, store=dtype)
+    layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16, storage_dtype=dtype)
     call = store(layout, Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]))).call(
         counts, 32, mask, options
     )
@@ -102,7 +106,7 @@ def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
 @pytest.mark.parametrize("page_size", [16, 48, 256, None])
 @pytest.mark.parametrize(("kv_heads", "dtype"), [(8, torch.int8), (16, torch.float8_e4m3fn)], ids=str)
 def test_stored_bytes_over_any_page(of_any_size, kv_heads, dtype, page_size, counts):
-    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.float16, store=dtype)
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.float16, storage_dtype=dtype)
     call = store(layout, Sizes(LENGTHS, STARTS, page_size)).call(counts, 4 * kv_heads)
     assert kernel(call) == "decode_gqa 16"
     assert_right(call)
@@ -115,7 +119,7 @@ def test_a_small_cache_is_for_the_plain_kernel():
 
 @pytest.mark.parametrize(("kv_heads", "stored"), [(1, None), (8, None), (8, torch.int8)], ids=str)
 def test_a_thousand_repeats_over_pages_are_the_same_bits(of_any_size, kv_heads, stored):
-    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16, store=stored)
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16, storage_dtype=stored)
     call = store(layout, Sizes((4000,) * 20)).call(1, 32).scheduled()
     first = call.solve()
     for _ in range(1000):

@@ -48,7 +48,7 @@ def test_any_page_and_dtype(heads, page_size):
 @pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes(dtype, options, counts):
-    stored = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64))
+    stored = store(replace(LATENT, storage_dtype=dtype), Sizes(LENGTHS, page_size=64))
     for heads, rows in ((4, 16), (16, 16), (64, 64)):
         call = stored.call(counts, heads, CAUSAL, options)
         assert kernel(call) == f"decode_mla {rows}" or not isinstance(counts, int)
@@ -62,7 +62,7 @@ def test_stored_bytes_under_any_mask(dtype, counts, mask):
     """Sequences without tokens among them; what no token stores is NaN."""
     for page_size, columns in ((128, None), (2048, 1)):  # the second is contiguous
         sizes = Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]), page_size)
-        stored = store(replace(LATENT, store=dtype, dtype=torch.float16), sizes)
+        stored = store(replace(LATENT, storage_dtype=dtype, dtype=torch.float16), sizes)
         for heads in (16, 64):
             call = stored.call(counts, heads, mask)
             call = call.over(table=call.stored.view.table[:, :columns])
@@ -73,7 +73,7 @@ def test_stored_bytes_under_any_mask(dtype, counts, mask):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_scales_between_16_bytes_are_for_the_plain_kernel(dtype):
     """Where a descriptor cannot load: a contiguous cache has an odd number of tokens here."""
-    call = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=None)).call(1, 16)
+    call = store(replace(LATENT, storage_dtype=dtype), Sizes(LENGTHS, page_size=None)).call(1, 16)
     assert kernel(call).startswith("decode ")
     assert_right(call)
 
@@ -83,7 +83,7 @@ def test_scales_between_16_bytes_are_for_the_plain_kernel(dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_scales_of_any_size(dtype, sigma, heads):
     """Those of neighbours differ by up to 2^60; 16-bit factors would not hold them."""
-    stored = store(replace(LATENT, store=dtype), Sizes((6000, 70, 513), page_size=64), sigma)
+    stored = store(replace(LATENT, storage_dtype=dtype), Sizes((6000, 70, 513), page_size=64), sigma)
     for n, (k, v) in enumerate(stored.tokens):
         at = torch.arange(len(k))
         factor = torch.tensor([2.0**-60, 1.0, 2.0**-20, 0.0, 4.0, 1.0, 2.0**-9])[at % 7]
@@ -102,7 +102,11 @@ def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_thousand_repeats_are_the_same_bits(heads, stored):
-    call = store(replace(LATENT, store=stored), Sizes((4000,) * 20, page_size=64)).call(1, heads).scheduled()
+    call = (
+        store(replace(LATENT, storage_dtype=stored), Sizes((4000,) * 20, page_size=64))
+        .call(1, heads)
+        .scheduled()
+    )
     first = call.solve()
     for _ in range(1000):
         assert_same_bits(*zip(call.solve(), first, strict=True))

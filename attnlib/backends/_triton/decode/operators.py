@@ -145,7 +145,7 @@ def _schedule_of(kv: KVView) -> Tensor | None:
 
 def decode_key(a: CachedArguments) -> Key:
     """Return the key of a call in the cache of launch plans."""
-    return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale, a.v_scale)
+    return key_of(a, a.q, a.k, a.v, a.k_rope, a.k_scale, a.v_scale)
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
@@ -153,9 +153,9 @@ def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
 
     Some caches lack a tensor, such as scales; kernels then take another tensor or None in its place.
     """
-    tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
+    tail, scale = a.k if a.k_rope is None else a.k_rope, a.k_scale if a.v is None else a.v_scale
     none = dict.fromkeys(("states", "runs", "cu_seqlens_k"))
-    return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale} | none
+    return a._asdict() | {"k_rope": tail, "v": a.value_plane, "v_scale": scale} | none
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
@@ -195,7 +195,7 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
             scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
             named |= {"k_scale": scale, "v_scale": scale}
         return {f"{name}_desc": block._replace(tensor=name) for name, block in named.items()}
-    tail = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
+    tail = Block("k_rope", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
     blocks = {"tail_desc": tail} if x.case.tail else {}
     if pairs and x.tiles.block_m > 16:  # rows_64.py loads 8-bit latents through pointers to convert them
         return blocks

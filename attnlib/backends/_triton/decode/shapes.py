@@ -17,12 +17,12 @@ class DecodeShapes:
         self.a = a = key.layouts
         (_, page_size, self.g, d), tail, e = (
             a.k.shape,
-            a.k_tail.shape[-1] if a.k_tail else 0,
+            a.k_rope.shape[-1] if a.k_rope else 0,
             (a.v or a.k).shape[-1],
         )
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
-        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail, a.v) if x]
+        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_rope, a.v) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
@@ -97,7 +97,7 @@ class DecodeShapes:
         out = contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))
         return {
             **strides("bshd", q=a.q, o=out),
-            **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
+            **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_rope or a.k),
             **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),

@@ -52,7 +52,7 @@ def _arguments(
     kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None
 ) -> WriteArguments:
     latent, cos, sin, interleaved = kv.layout.is_latent, None, None, False
-    planes = (kv.k, kv.k_tail, kv.k_scale, None) if latent else (kv.k, kv.v, kv.k_scale, kv.v_scale)
+    planes = (kv.k, kv.k_rope, kv.k_scale, None) if latent else (kv.k, kv.v, kv.k_scale, kv.v_scale)
     if angles is not None:
         cos, sin, interleaved = angles.cos, angles.sin, angles.interleaved
     return WriteArguments(*planes, k, v, cos, sin, slots, interleaved, latent)
