@@ -29,13 +29,13 @@ from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
-# Other programs misread these rope scalings in latent models; docs/conversion.md lists the programs tested.
-MISREAD = ("LinearScaling", "Llama3Scaling")
+# Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
+MISREAD = ("Linear", "Llama3")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
-4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion.md describes what a failed
-run leaves behind.
+4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion_commands.md has the
+reference of all options, of the report, and of what a stopped run leaves behind.
 
   python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt

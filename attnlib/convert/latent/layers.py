@@ -214,7 +214,7 @@ def check_latent_heads(heads: Heads) -> None:
 
     A norm divides the key of each token by a different number, which no linear map of a latent can do.
     Dividing all keys by one typical size instead loses more than truncating the latent to a fifth of its
-    rank, as measured in docs/conversion.md.
+    rank, as measured in docs/conversion_theory.md.
 
     Raises:
         NotImplementedError: the heads have norms or sinks.
