@@ -30,7 +30,7 @@ from .text.tokens import read_text
 from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
-MISREAD = ("Linear", "Llama3")
+MISREAD = ("LinearScaling", "Llama3Scaling")
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
