@@ -48,19 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     options = parser.parse_args(arguments)
     try:
-        models = variants(model(options.model))
+        own = model(options.model)
     except ValueError as error:
         parser.error(str(error))
-    setting = Setting()
-    answers = rows(models, setting)
-    print(table(models[0], answers, setting), end="\n\n")
+    setting, models = Setting(), variants(own)
+    print(table(own, rows(models, setting), setting), end="\n\n")
     for variant in models:
         print(
             f"{variant.kind:10}  {check(variant, setting):18,} bytes in a real cache, as the formula predicts"
         )
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / "cache_sizes.png"
-    draw(models, setting, picture)
+    try:
+        draw(own, models, setting, picture)
+    except ModuleNotFoundError as error:  # names the extra to install
+        raise SystemExit(str(error)) from None
     print(f"\nwrote {picture}")
 
 

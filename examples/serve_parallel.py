@@ -25,7 +25,7 @@ from train_long import begin, end
 
 from attnlib import CAUSAL, KVCache, MultiHeadLatentAttention, MultiQueryAttention, Rope
 from attnlib.sizes import cache_bytes
-from attnlib.sizes.report import human
+from attnlib.sizes.text import human
 
 LATENT = {
     "q_lora_rank": None,

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from attnlib import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope
 from attnlib.parallel import ContextParallel, shard
 from attnlib.sizes import GroupedShape, LatentShape, exchange_bytes
-from attnlib.sizes.report import human
+from attnlib.sizes.text import human
 
 WARM_UP = 10  # the learning rate rises during this many steps
 LATENT = {

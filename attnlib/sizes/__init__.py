@@ -2,7 +2,8 @@
 
 ``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and
 ``exchange.py`` the traffic between ranks in training. ``models.py`` derives variants of a model with other
-kinds of attention, ``catalogue.py`` lists public models and chips, and ``report.py`` writes a table of sizes.
+kinds of attention, ``catalogue.py`` lists public models and chips, ``report.py`` computes the rows of a
+report, and ``text.py`` writes them as tables.
 """
 
 from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops
@@ -10,7 +11,8 @@ from .cache import cache_bytes, largest_batch, longest_context
 from .catalogue import CHIPS, MODELS, Chip, chip, model
 from .exchange import Exchange, exchange_bytes
 from .models import Model, variants
-from .report import Row, Setting, rows, table
+from .report import Row, Setting, rows
+from .text import table
 
 __all__ = [
     "CHIPS",

@@ -93,93 +93,126 @@ def _mixed(count: int, shape: Shape, window: int, *, every: int) -> tuple[Shape,
 
 _GPT_OSS = replace(_grouped(2880, 64, 8, 64), bias=True, output_bias=True, sinks=True)
 
+
+def _published(name: str, parameters: int, layers: tuple[Shape, ...], source: str) -> Model:
+    """Return a model with ``parameters`` parameters in total, attention included."""
+    return Model(name, layers, source, parameters - Model(name, layers).parameters)
+
+
+# The parameter counts are those of transformers' model of each config.json, tied weights counted once; a test
+# repeats the count. They include Gemma 3's vision tower, but not DeepSeek-V3's multi-token prediction module.
 MODELS = (
-    Model(
+    _published(
         "gpt-2",
+        124_439_808,
         (replace(_grouped(768, 12, 12, 64), bias=True, output_bias=True),) * 12,
         "openai-community/gpt2 config.json; Radford et al., 2019",
     ),
-    Model("falcon-7b", (_grouped(4544, 71, 1, 64),) * 32, "tiiuae/falcon-7b config.json; arXiv 2311.16867"),
-    Model(
-        "llama-2-7b", (_grouped(4096, 32, 32),) * 32, "meta-llama/Llama-2-7b-hf config.json; arXiv 2307.09288"
+    _published(
+        "falcon-7b",
+        6_921_720_704,
+        (_grouped(4544, 71, 1, 64),) * 32,
+        "tiiuae/falcon-7b config.json; arXiv 2311.16867",
     ),
-    Model(
+    _published(
+        "llama-2-7b",
+        6_738_415_616,
+        (_grouped(4096, 32, 32),) * 32,
+        "meta-llama/Llama-2-7b-hf config.json; arXiv 2307.09288",
+    ),
+    _published(
         "llama-2-70b",
+        68_976_648_192,
         (_grouped(8192, 64, 8),) * 80,
         "meta-llama/Llama-2-70b-hf config.json; arXiv 2307.09288",
     ),
-    Model(
+    _published(
         "llama-3-8b",
+        8_030_261_248,
         (_grouped(4096, 32, 8),) * 32,
         "meta-llama/Meta-Llama-3-8B config.json; arXiv 2407.21783",
     ),
-    Model(
+    _published(
         "llama-3-70b",
+        70_553_706_496,
         (_grouped(8192, 64, 8),) * 80,
         "meta-llama/Meta-Llama-3-70B config.json; arXiv 2407.21783",
     ),
-    Model(
+    _published(
         "llama-3.1-405b",
+        405_853_388_800,
         (_grouped(16384, 128, 8),) * 126,
         "meta-llama/Llama-3.1-405B config.json; arXiv 2407.21783",
     ),
-    Model(
+    _published(
         "mistral-7b",
+        7_241_732_096,
         (replace(_grouped(4096, 32, 8), window=4096),) * 32,
         "mistralai/Mistral-7B-v0.1 config.json; arXiv 2310.06825",
     ),
-    Model(
+    _published(
         "qwen-2.5-7b",
+        7_615_616_512,
         (replace(_grouped(3584, 28, 4), bias=True),) * 28,
         "Qwen/Qwen2.5-7B config.json; arXiv 2412.15115",
     ),
-    Model(
+    _published(
         "qwen-3-8b",
+        8_190_735_360,
         (replace(_grouped(4096, 32, 8), qk_norm=True),) * 36,
         "Qwen/Qwen3-8B config.json; arXiv 2505.09388",
     ),
-    Model(
+    _published(
         "gemma-2-9b",
+        9_241_705_984,
         _mixed(42, _grouped(3584, 16, 8, 256), 4096, every=2),
         "google/gemma-2-9b config.json; arXiv 2408.00118",
     ),
-    Model(
+    _published(
         "gemma-2-27b",
+        27_227_128_320,
         _mixed(46, _grouped(4608, 32, 16), 4096, every=2),
         "google/gemma-2-27b config.json; arXiv 2408.00118",
     ),
-    Model(
+    _published(
         "gemma-3-12b",
+        12_187_325_040,
         _mixed(48, replace(_grouped(3840, 16, 8, 256), qk_norm=True), 1024, every=6),
         "google/gemma-3-12b-it config.json; arXiv 2503.19786",
     ),
-    Model(
+    _published(
         "gemma-3-27b",
+        27_432_406_640,
         _mixed(62, replace(_grouped(5376, 32, 16), qk_norm=True), 1024, every=6),
         "google/gemma-3-27b-it config.json; arXiv 2503.19786",
     ),
-    Model(
+    _published(
         "gpt-oss-20b",
+        20_914_757_184,
         _mixed(24, _GPT_OSS, 128, every=2),
         "openai/gpt-oss-20b config.json; arXiv 2508.10925",
     ),
-    Model(
+    _published(
         "gpt-oss-120b",
+        116_829_156_672,
         _mixed(36, _GPT_OSS, 128, every=2),
         "openai/gpt-oss-120b config.json; arXiv 2508.10925",
     ),
-    Model(
+    _published(
         "deepseek-v2-lite",
+        15_706_484_224,
         (_deepseek(2048, 16, None),) * 27,
         "deepseek-ai/DeepSeek-V2-Lite config.json; arXiv 2405.04434",
     ),
-    Model(
+    _published(
         "deepseek-v2",
+        235_741_434_880,
         (_deepseek(5120, 128, 1536),) * 60,
         "deepseek-ai/DeepSeek-V2 config.json; arXiv 2405.04434",
     ),
-    Model(
+    _published(
         "deepseek-v3",
+        671_026_419_200,
         (_deepseek(7168, 128, 1536),) * 61,
         "deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437",
     ),

@@ -11,15 +11,19 @@ from .attention import GroupedShape
 from .catalogue import CHIPS, MODELS, chip, model
 from .files import draw, write_csv
 from .models import Model, variants
-from .report import Setting, human, rows, table
+from .report import Setting, rows
+from .text import human, table
 
 DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
 STORES = (("none", None), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
+SUFFIXES = (("k", 2**10), ("m", 2**20))
 EPILOG = """\
-The first variant is the model itself; the others keep its widths, heads and windows.
-The formulas are in docs/sizes.md.
+An asterisk marks the model itself; its variants keep the same widths, heads and windows.
+K and M, in either case, stand for 1,024 and 1,048,576: 128k is 131,072 tokens.
+docs/sizes.md explains the formulas.
 
   python -m attnlib sizes --model llama-2-7b
+  python -m attnlib sizes --model llama-3-70b --context 8k,128k --batch 1 --chip h100 --tensor-parallel 4
   python -m attnlib sizes --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --layers 32 \\
     --chip h100 --store fp8
 """
@@ -40,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("output files, in addition to the table")
     files.add_argument("--csv", type=Path, metavar="FILE", help="the rows as CSV")
     files.add_argument(
-        "--png", type=Path, metavar="FILE", help="plot of cache size against context, at the largest batch"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="plot of cache size against context, for one sequence or the largest --batch (needs matplotlib)",
     )
 
 
@@ -53,7 +60,7 @@ def _add_model(shape: argparse._ArgumentGroup) -> None:
     shape.add_argument("--head-dim", type=int, metavar="N", help="default: hidden size / heads")
     shape.add_argument("--layers", type=int, metavar="N")
     shape.add_argument(
-        "--window", type=int, metavar="N", help="tokens that every layer sees, the query's own included"
+        "--window", type=_size, metavar="N", help="tokens that every layer sees, the query's own included"
     )
     shape.add_argument(
         "--kv-lora-rank",
@@ -72,11 +79,13 @@ def _add_model(shape: argparse._ArgumentGroup) -> None:
 def _add_serving(serving: argparse._ArgumentGroup) -> None:
     """Add the options that describe how the model is served."""
     serving.add_argument(
-        "--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens per sequence"
+        "--context",
+        type=_sizes,
+        default=Setting().contexts,
+        metavar="N,N",
+        help="tokens per sequence, such as 8k,128k (default: 4k,32k,128k)",
     )
-    serving.add_argument(
-        "--batch", type=_sizes, default=Setting().batches, metavar="N,N", help="sequences per batch"
-    )
+    serving.add_argument("--batch", type=_sizes, metavar="N,N", help="sequences per batch (default: 1,8,64)")
     serving.add_argument(
         "--dtype", choices=dict(DTYPES), default="bf16", help="dtype of weights and cache (default: bf16)"
     )
@@ -85,7 +94,7 @@ def _add_serving(serving: argparse._ArgumentGroup) -> None:
     )
     serving.add_argument(
         "--page-size",
-        type=int,
+        type=_size,
         default=Setting().page_size,
         metavar="N",
         help="tokens per page (default: 64)",
@@ -109,40 +118,47 @@ def _add_serving(serving: argparse._ArgumentGroup) -> None:
     serving.add_argument(
         "--weights",
         type=_gib,
-        default=0,
         metavar="GIB",
-        help="weights of one rank, subtracted from the memory",
+        help="weights of one rank, subtracted from the memory; 0 ignores them "
+        "(default: a known model's weights in --dtype)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and write the requested files; return the exit status, 0 or 2 after an error."""
+    """Print the table, then write the requested files; return the exit status, 0 or 2 after an error."""
     if arguments.list:
         print(listing())
         return 0
     try:
-        setting = _setting(arguments)
+        setting, own = _setting(arguments), _model(arguments)
         models = variants(
-            _model(arguments),
-            kv_lora_rank=arguments.kv_lora_rank,
-            qk_rope_head_dim=arguments.qk_rope_head_dim,
+            own, kv_lora_rank=arguments.kv_lora_rank, qk_rope_head_dim=arguments.qk_rope_head_dim
         )
         answers = rows(models, setting)
+    except ValueError as error:
+        return _fail(error)
+    print(table(own, answers, setting), flush=True)
+    try:
         if arguments.csv is not None:
-            write_csv(answers, arguments.csv)
+            write_csv(own, answers, arguments.csv)
         if arguments.png is not None:
-            draw(models, setting, arguments.png)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"python -m attnlib sizes: {error}", file=sys.stderr)
-        return 2
-    print(table(models[0], answers, setting))
+            draw(own, models, setting, arguments.png, batch=max(arguments.batch or [1]))
+    except (OSError, ModuleNotFoundError) as error:
+        return _fail(error)
     return 0
+
+
+def _fail(error: Exception) -> int:
+    print(f"python -m attnlib sizes: {error}", file=sys.stderr)
+    return 2
 
 
 def listing() -> str:
     """Return the known models and chips with their sources, one per line."""
     lines = [
-        f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  {known.source}" for known in MODELS
+        f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  "
+        f"{known.total_parameters / 1e9:7,.2f} billion parameters  {known.source}"
+        for known in MODELS
     ]
     for known in CHIPS:
         speed = f"{known.bandwidth / 1e12:5.3g} TB/s  {known.flops / 1e12:6g} TFLOP/s"
@@ -181,27 +197,34 @@ def _shape(arguments: argparse.Namespace) -> GroupedShape:
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
-    on = chip(arguments.chip)
-    memory = on.memory if arguments.memory is None else arguments.memory
     return Setting(
         contexts=arguments.context,
-        batches=arguments.batch,
+        batches=arguments.batch or Setting().batches,
         dtype=dict(DTYPES)[arguments.dtype],
         storage_dtype=dict(STORES)[arguments.store],
         page_size=arguments.page_size,
         ranks=arguments.tensor_parallel,
         context_ranks=arguments.context_parallel,
-        chip=on,
-        memory=memory - arguments.weights,
+        chip=chip(arguments.chip),
+        memory=arguments.memory,
+        weights=arguments.weights,
     )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers such as ``4096,32768``; keep the order and drop duplicates."""
+    """Parse a list of numbers such as ``4096,32k``; keep the order and drop duplicates."""
+    return tuple(dict.fromkeys(map(_size, text.split(","))))
+
+
+def _size(text: str) -> int:
+    """Parse a whole number such as ``4096``, ``128k`` or ``1M``; upper and lower case mean the same."""
+    unit = dict(SUFFIXES).get(text[-1:].lower())
     try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        return int(text) if unit is None else int(text[:-1]) * unit
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 4096,32768, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers such as 4096, 128k or 1m, got {text!r}"
+        ) from None
 
 
 def _gib(text: str) -> int:

@@ -14,17 +14,23 @@ from .attention import GroupedShape, LatentShape, Shape
 class Model:
     """The shapes of a model's attention layers, in order; ``source`` names where they were published.
 
+    ``other_parameters`` counts the parameters outside attention: embeddings, MLPs and block norms. None means
+    that the number is unknown.
+
     Raises:
-        ValueError: ``layers`` is empty.
+        ValueError: ``layers`` is empty, or ``other_parameters`` is negative.
     """
 
     name: str
     layers: tuple[Shape, ...]
     source: str = ""
+    other_parameters: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers: expected at least 1, got none")
+        if self.other_parameters is not None and self.other_parameters < 0:
+            raise ValueError(f"other_parameters: expected at least 0, got {self.other_parameters}")
 
     @property
     def kind(self) -> str:
@@ -36,13 +42,26 @@ class Model:
         """The number of parameters of all attention layers together."""
         return sum(shape.parameters for shape in self.layers)
 
-    def layouts(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> list[KVLayout]:
+    @property
+    def total_parameters(self) -> int | None:
+        """The number of parameters of the whole model; None if those outside attention are unknown."""
+        return None if self.other_parameters is None else self.parameters + self.other_parameters
+
+    def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
         """Return the cache layout of each layer, which you can pass to KVCache."""
         return [shape.layout(dtype=dtype, storage_dtype=storage_dtype) for shape in self.layers]
 
     def shard(self, ranks: int) -> "Model":
-        """Return the part of the model that one of ``ranks`` tensor-parallel ranks holds."""
-        return replace(self, layers=tuple(shape.shard(ranks) for shape in self.layers))
+        """Return the part of the model that one of ``ranks`` tensor-parallel ranks holds.
+
+        The parameters outside attention are divided evenly; a share is rounded up to a whole number.
+
+        Raises:
+            ValueError: the heads cannot be sharded evenly.
+        """
+        layers = tuple(shape.shard(ranks) for shape in self.layers)
+        other = None if self.other_parameters is None else -(-self.other_parameters // ranks)
+        return replace(self, layers=layers, other_parameters=other)
 
     def with_window(self, window: int) -> "Model":
         """Return the same model with a sliding window of ``window`` tokens in every layer."""
@@ -53,12 +72,13 @@ class Model:
 def variants(
     model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None
 ) -> list[Model]:
-    """Return the model itself, then its MHA, GQA-8, MQA and MLA variants, MLA with and without a rotary key.
+    """Return a model's variants in the order MHA, GQA, MQA, MLA; the model itself is one of them.
 
-    GQA-8 has 8 KV heads, and is omitted if 8 does not divide the number of query heads. Widths, numbers of
-    query heads and windows stay the same. If an MLA model becomes MHA, GQA or MQA, its value width becomes
-    the head dimension. A model that becomes MLA has a full-rank query and a latent of 512 + 64 channels, as
-    in DeepSeek-V2; a model that is already MLA keeps its own latent sizes.
+    GQA variants with more KV heads come first, and MLA with a rotary key comes before MLA without one. GQA-8
+    has 8 KV heads, and is omitted if 8 does not divide the number of query heads. Widths, numbers of query
+    heads, windows and parameters outside attention stay the same. If an MLA model becomes MHA, GQA or MQA,
+    its value width becomes the head dimension. A model that becomes MLA has a full-rank query and a latent of
+    512 + 64 channels, as in DeepSeek-V2; a model that is already MLA keeps its own latent sizes.
 
     >>> [variant.kind for variant in variants(Model("toy", (GroupedShape(
     ...     hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=4),)))]
@@ -74,7 +94,15 @@ def variants(
     converted = [[_grouped(shape, heads) for shape in model.layers] for heads in kv_heads]
     converted += [[_latent(shape, rank, width) for shape in model.layers] for width in (rope, 0)]
     distinct = dict.fromkeys([model.layers, *map(tuple, converted)])
-    return [replace(model, layers=layers) for layers in distinct]
+    return sorted((replace(model, layers=layers) for layers in distinct), key=_order)
+
+
+def _order(model: Model) -> tuple[bool, int, int]:
+    """Return a sort key: grouped layers before latent ones, and the larger cache first among each."""
+    first = model.layers[0]
+    if isinstance(first, GroupedShape):
+        return False, -first.num_kv_heads, 0
+    return True, -first.kv_lora_rank, -first.qk_rope_head_dim
 
 
 def _grouped(shape: Shape, num_kv_heads: int) -> GroupedShape:

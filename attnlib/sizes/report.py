@@ -1,7 +1,8 @@
-"""Report a model's attention sizes at several contexts and batches, as rows of numbers or as text."""
+"""Report a model's attention sizes at several contexts and batches, as rows of numbers."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -14,21 +15,22 @@ from .catalogue import CHIPS, Chip
 from .exchange import FORMS, exchange_bytes, shares_heads
 from .models import Model
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
 
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The serving setup for which a report computes sizes.
 
-    ``memory`` is the number of bytes that the cache of one rank may take; None means the chip's whole memory.
+    ``memory`` is the number of bytes that one rank has for its weights and its cache; None means the chip's
+    memory. ``weights`` is the number of bytes of one rank's weights. None means the weights of each model in
+    ``dtype``, or 0 if the model's parameters outside attention are unknown. The rest is for the cache.
+
     ``ranks`` tensor-parallel ranks divide the heads between them. ``context_ranks`` ranks divide the tokens
     of each cache, and of each sequence in training: first the tensor-parallel ranks that hold the same KV
     heads, then additional ranks.
 
     Raises:
-        ValueError: a size is below 1, or ``memory`` is negative.
+        ValueError: a size is below 1, or ``memory`` or ``weights`` is negative.
     """
 
     contexts: tuple[int, ...] = (4_096, 32_768, 131_072)
@@ -40,6 +42,7 @@ class Setting:
     context_ranks: int = 1
     chip: Chip = CHIPS[0]
     memory: int | None = None
+    weights: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -52,15 +55,20 @@ class Setting:
             raise ValueError(f"page_size: expected at least 1 token, got {self.page_size}")
         if self.context_ranks < 1:
             raise ValueError(f"context_ranks: expected at least 1, got {self.context_ranks}")
-        if self.memory is not None and self.memory < 0:
-            raise ValueError(
-                f"memory: the weights take {human(-self.memory)} more than one rank has; use more ranks"
-            )
+        for name, size in (("memory", self.memory), ("weights", self.weights)):
+            if size is not None and size < 0:
+                raise ValueError(f"{name}: expected at least 0 bytes, got {size}")
 
     @property
-    def budget(self) -> int:
-        """The number of bytes that the cache of one rank may take."""
+    def rank_memory(self) -> int:
+        """The number of bytes that one rank has for its weights and its cache."""
         return self.chip.memory if self.memory is None else self.memory
+
+    def weight_bytes(self, model: Model) -> int:
+        """Return how many bytes the weights of ``model`` take on one rank."""
+        if self.weights is not None:
+            return self.weights
+        return (model.shard(self.ranks).total_parameters or 0) * self.dtype.itemsize
 
     def sharing(self, model: Model) -> int:
         """Return how many ranks shard both the tokens of the cache and the heads."""
@@ -78,9 +86,12 @@ class Row:
         token_bytes: bytes of one token on a rank that stores it, while all sliding windows include the token.
         total_token_bytes: bytes of one token on all ranks together.
         prefill_flops: FLOPs for the prompt of one sequence.
+        weight_bytes: bytes of the weights, as :class:`Setting` counts them.
         decode_flops, decode_bytes: FLOPs and bytes read in a decoding step of the whole batch.
         bound: what limits a decoding step, "memory" or "compute"; empty unless the dtype has 16 bits.
         longest_context: the longest context at this batch; None means no limit.
+        least_ranks: the fewest tensor-parallel ranks whose memory holds the weights and one page of the
+            cache; None if no number of ranks does, or if the ``Setting`` gives the weights of one rank.
         ring_bytes, gather_bytes, heads_bytes: bytes that a rank receives in training on one sequence, forward
             and backward, in each form of context parallelism; None if the ranks cannot divide the heads.
     """
@@ -89,6 +100,7 @@ class Row:
     context: int
     batch: int
     parameters: int
+    weight_bytes: int
     token_bytes: int
     total_token_bytes: int
     cache_bytes: int
@@ -98,6 +110,7 @@ class Row:
     bound: str
     longest_context: int | None
     largest_batch: int
+    least_ranks: int | None
     ring_bytes: int
     gather_bytes: int
     heads_bytes: int | None
@@ -120,19 +133,22 @@ def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
     Raises:
         ValueError: a model cannot be sharded over the ranks.
     """
+    least_ranks = [_least_ranks(model, setting) for model in models]
     return [
-        _row(model, setting, context=context, batch=batch)
-        for model in models
+        _row(model, setting, context=context, batch=batch, least_ranks=least)
+        for model, least in zip(models, least_ranks, strict=True)
         for context in setting.contexts
         for batch in setting.batches
     ]
 
 
-def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
+def _row(model: Model, setting: Setting, *, context: int, batch: int, least_ranks: int | None) -> Row:
     rank = model.shard(setting.ranks)
     stored = {"dtype": setting.dtype, "storage_dtype": setting.storage_dtype}
     layouts, shared = rank.layouts(**stored), {"ranks": setting.context_ranks}
     paged = {"page_size": setting.page_size} | shared
+    weights = setting.weight_bytes(model)
+    cache_memory = setting.rank_memory - weights
     flops = batch * sum(_step_flops(shape, context, setting, setting.sharing(model)) for shape in rank.layers)
     read = sum(decode_bytes(shape, context, batch=batch, **stored, **shared) for shape in rank.layers)
     bound = "compute" if flops / read > setting.chip.ridge else "memory"
@@ -141,6 +157,7 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
         context=context,
         batch=batch,
         parameters=rank.parameters,
+        weight_bytes=weights,
         token_bytes=sum(layout.token_bytes for layout in layouts),
         total_token_bytes=_on_all_ranks(model, layouts, setting),
         cache_bytes=cache_bytes(layouts, [context], **paged) * batch,
@@ -148,10 +165,27 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
         decode_flops=flops,
         decode_bytes=read,
         bound=bound if setting.dtype.itemsize == 2 else "",
-        longest_context=longest_context(layouts, setting.budget, batch=batch, **paged),
-        largest_batch=largest_batch(layouts, setting.budget, context=context, **paged),
+        longest_context=longest_context(layouts, cache_memory, batch=batch, **paged),
+        largest_batch=largest_batch(layouts, cache_memory, context=context, **paged),
+        least_ranks=least_ranks,
         **{f"{form}_bytes": _received(rank, context, setting, form) for form in FORMS},
     )
+
+
+def _least_ranks(model: Model, setting: Setting) -> int | None:
+    """Return the fewest tensor-parallel ranks whose memory holds the weights and one page of the cache."""
+    if setting.weights is not None:
+        return None
+    heads = gcd(*(shape.num_heads for shape in model.layers))
+    for ranks in (ranks for ranks in range(1, heads + 1) if heads % ranks == 0):
+        with suppress(ValueError):  # the KV heads cannot be sharded over this number of ranks
+            layouts = model.shard(ranks).layouts(dtype=setting.dtype, store=setting.store)
+            free = setting.rank_memory - replace(setting, ranks=ranks).weight_bytes(model)
+            if largest_batch(
+                layouts, free, context=1, page_size=setting.page_size, ranks=setting.context_ranks
+            ):
+                return ranks
+    return None
 
 
 def _copies(shape: Shape, ranks: int) -> int:
@@ -183,47 +217,6 @@ def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -
     return sum(layout.token_bytes * count for layout, count in zip(layouts, apart, strict=True))
 
 
-@kind
-def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
-    """Return the report as text: tables with a line per variant, and a column per context and batch."""
-    by_place = {(row.variant, row.context, row.batch): row for row in answers}
-    names = list(dict.fromkeys(row.variant for row in answers))
-    places = [(context, batch) for context in setting.contexts for batch in setting.batches]
-
-    def grid(title: str, cell: Callable[[Row], str]) -> str:
-        head = ["variant", *(f"{short(context)} x {batch:,}" for context, batch in places)]
-        return _section(
-            title, [head, *([name, *(cell(by_place[name, *place]) for place in places)] for name in names)]
-        )
-
-    by_name = {name: [row for row in answers if row.variant == name] for name in names}
-    sections = (
-        _head(model, setting),
-        _section(
-            "attention in all layers",
-            [
-                ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting),
-                *(_summary(own, setting) for own in by_name.values()),
-            ],
-        ),
-        grid("cache size, context x batch", lambda row: human(row.cache_bytes)),
-        grid("bytes read in a decoding step", lambda row: human(row.decode_bytes)),
-        grid("bound of a decoding step, and its FLOPs per byte read", _verdict),
-        _section("TFLOP per prompt, and GFLOP per token decoded at that context", _flops(by_name, setting)),
-        _section(
-            "limits of the memory: the longest context at a batch, the largest batch at a context",
-            _limits(by_name, setting),
-        ),
-    )
-    if setting.context_ranks > 1:
-        title = (
-            "training: bytes a rank receives per sequence, forward and backward, in each form of context "
-            "parallelism"
-        )
-        sections += (_section(title, _exchanges(by_name, setting)),)
-    return "\n\n".join(sections)
-
-
 def _received(rank: Model, context: int, setting: Setting, form: str) -> int | None:
     """Return how many bytes a rank receives over all layers while training on one sequence.
 
@@ -235,99 +228,3 @@ def _received(rank: Model, context: int, setting: Setting, form: str) -> int | N
     options = {"ranks": ranks, "form": form, "dtype": setting.dtype}
     found = (exchange_bytes(shape, context, **options) for shape in rank.layers)
     return sum(one.forward + one.backward for one in found)
-
-
-def human(size: int) -> str:
-    """Format a number of bytes in the largest unit that gives at least 1; omit decimals of whole numbers.
-
-    >>> human(524288), human(70272), human(-1)
-    ('512 KiB', '68.62 KiB', '-1 B')
-    """
-    power = min((abs(size).bit_length() - 1) // 10, len(UNITS) - 1) if size else 0
-    value = size / 1024**power
-    return f"{value:.0f} {UNITS[power]}" if value == int(value) else f"{value:.4g} {UNITS[power]}"
-
-
-def _head(model: Model, setting: Setting) -> str:
-    chip = setting.chip
-    where = f"; one of {setting.ranks} tensor-parallel ranks" if setting.ranks > 1 else ""
-    where += f"; {setting.context_ranks} ranks share every sequence" if setting.context_ranks > 1 else ""
-    stored = f"{setting.dtype}, stored as {setting.storage_dtype or setting.dtype}".replace("torch.", "")
-    return (
-        f"{model.name}: {len(model.layers)} layers, "
-        f"{model.kind}{where}{f' ({model.source})' if model.source else ''}\n{stored}, pages of "
-        f"{setting.page_size} tokens, {human(setting.budget)} for the cache\n{chip.name}: "
-        f"{chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, compute-bound from {chip.ridge:.0f} "
-        "FLOPs per byte"
-    )
-
-
-def _has_ranks(setting: Setting) -> bool:
-    return max(setting.ranks, setting.context_ranks) > 1
-
-
-def _summary(rows: Sequence[Row], setting: Setting) -> list[str]:
-    first = rows[0]
-    kib = [f"{first.token_bytes / 1024:,.10g}", f"{first.total_token_bytes / 1024:,.10g}"]
-    return [first.variant, f"{first.parameters:,}", *kib[: 1 + _has_ranks(setting)]]
-
-
-def _verdict(row: Row) -> str:
-    digits = 0 if row.intensity >= 10 else 1
-    return f"{row.bound} {row.intensity:.{digits}f}".strip()
-
-
-def _flops(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
-    contexts = [short(context) for context in setting.contexts]
-    lines = [
-        [
-            "variant",
-            *(f"prompt {context}" for context in contexts),
-            *(f"token {context}" for context in contexts),
-        ]
-    ]
-    for name, own in by_name.items():
-        one = {row.context: (row.prefill_flops, row.decode_flops // row.batch) for row in own}
-        prompts, tokens = zip(*one.values(), strict=True)
-        lines.append([name, *(f"{n / 1e12:,.4g}" for n in prompts), *(f"{n / 1e9:,.4g}" for n in tokens)])
-    return lines
-
-
-def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
-    head = [f"context at batch {batch:,}" for batch in setting.batches]
-    head += [f"batch at {short(context)}" for context in setting.contexts]
-    lines = [["variant", *head]]
-    for name, own in by_name.items():
-        longest = {
-            row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own
-        }
-        largest = {row.context: f"{row.largest_batch:,}" for row in own}
-        lines.append([name, *longest.values(), *largest.values()])
-    return lines
-
-
-def _exchanges(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
-    lines = [["variant", *(f"{form} {short(context)}" for context in setting.contexts for form in FORMS)]]
-    for name, own in by_name.items():
-        of_context = {row.context: (row.ring_bytes, row.gather_bytes, row.heads_bytes) for row in own}
-        cells = ("-" if size is None else human(size) for sizes in of_context.values() for size in sizes)
-        lines.append([name, *cells])
-    return lines
-
-
-def short(tokens: int) -> str:
-    """Format a number of tokens; multiples of 1,024 are given in units of 1,024 (K).
-
-    >>> short(4096), short(1600)
-    ('4K', '1,600')
-    """
-    return f"{tokens // 1024:,}K" if tokens % 1024 == 0 else f"{tokens:,}"
-
-
-def _section(title: str, lines: list[list[str]]) -> str:
-    """Format a table with a title above it; only the first column is left-aligned."""
-    first, *others = ([len(cell) for cell in column] for column in zip(*lines, strict=True))
-    width, widths = max(first), [*map(max, others)]
-    return "\n".join(
-        [title, *("  ".join((name.ljust(width), *map(str.rjust, cells, widths))) for name, *cells in lines)]
-    )

@@ -1,6 +1,7 @@
 """The example checks the formula against the allocator, and notices when they differ."""
 
 import math
+import sys
 
 import cache_sizes
 import pytest
@@ -15,6 +16,15 @@ def test_it_prints_the_table_and_writes_the_picture(tmp_path, capsys):
     assert "attention in all layers" in text
     assert text.count("bytes in a real cache") == 5
     assert (tmp_path / "new" / "cache_sizes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_prints_the_table_and_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"pip install 'attnlib\[demo\]'"):
+        cache_sizes.main(["--model", "gpt-2", "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "attention in all layers" in text
+    assert text.count("bytes in a real cache") == 4
 
 
 def test_it_counts_what_the_cache_uses():
@@ -38,18 +48,22 @@ def test_an_unknown_model_is_a_usage_error(capsys):
 def test_the_picture_has_binary_ticks_and_names_its_chip(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure.savefig
-    monkeypatch.setattr(
-        figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), drawn.append(self.axes[0]))
-    )
-    draw(
-        [model("llama-2-7b")],
-        Setting(chip=chip("a100-80gb"), contexts=(4096,), batches=(1,)),
-        tmp_path / "x.png",
-    )
-    [axes] = drawn
-    assert axes.get_legend().get_texts()[-1].get_text() == "a100-80gb: 74.51 GiB for the cache"
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), drawn.append(self)))
+    own = model("llama-2-7b")
+    draw(own, [own], Setting(chip=chip("a100-80gb"), contexts=(4096,)), tmp_path / "x.png")
+    [figure] = drawn
+    [axes], [legend] = figure.axes, figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["MHA (the model itself)"]
+    assert [text.get_text() for text in axes.texts] == [
+        "a100-80gb: 61.95 GiB for the cache beside 12.55 GiB of weights"
+    ]
+    assert axes.lines[1].get_ydata()[0] == 80 * 10**9 - 2 * 6_738_415_616
+    assert axes.get_ylabel() == "cache of 1 sequence"
+    assert axes.lines[0].get_ydata()[-1] == 4096 * 2**19
     for axis, name in ((axes.xaxis, "4K"), (axes.yaxis, "1 GiB")):
         ticks, labels = axis.get_ticklocs(), [label.get_text() for label in axis.get_ticklabels()]
         assert all(math.frexp(tick)[0] == 0.5 for tick in ticks)  # powers of two
+        if axis is axes.yaxis:
+            assert all(label.split()[0] in {"1", "4", "16", "64", "256"} for label in labels)
         assert name in labels
     assert dict(zip(labels, ticks, strict=True))["1 GiB"] == 2**30

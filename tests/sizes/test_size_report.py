@@ -12,7 +12,7 @@ from size_helpers import shapes
 
 from attnlib import KVCache
 from attnlib.sizes import CHIPS, MODELS, GroupedShape, Model, Setting, chip, model, rows, variants
-from attnlib.sizes.report import human
+from attnlib.sizes.text import human, short
 
 
 def test_llama_2_7b_in_every_form():
@@ -100,10 +100,11 @@ def test_shapes_that_transformers_has_as_defaults(name, config):
 
 
 @given(first=shapes, layers=st.integers(1, 3))
-def test_variants_keep_widths_heads_and_windows_and_begin_with_the_model(first, layers):
-    own = Model("drawn", (first,) * layers)
+def test_variants_keep_widths_heads_and_windows_and_have_the_model_among_them(first, layers):
+    own = Model("drawn", (first,) * layers, other_parameters=5)
     made = variants(own, kv_lora_rank=7, qk_rope_head_dim=2)
-    assert made[0] == own
+    assert own in made
+    assert {variant.total_parameters - variant.parameters for variant in made} == {5}
     assert len(set(made)) == len(made)
     assert {"MHA", "MLA 7+2", "MLA 7"} <= {variant.kind for variant in made}
     for shape in [shape for variant in made for shape in variant.layers]:
@@ -112,6 +113,22 @@ def test_variants_keep_widths_heads_and_windows_and_begin_with_the_model(first, 
             first.num_heads,
             first.window,
         )
+
+
+@given(first=shapes, layers=st.integers(1, 2))
+def test_variants_are_always_in_the_same_order(first, layers):
+    made = variants(Model("drawn", (first,) * layers), kv_lora_rank=7, qk_rope_head_dim=2)
+    names = ("MHA", "GQA", "MQA", "MLA")
+    order = [names.index(variant.kind[:3]) for variant in made]
+    assert order == sorted(order)
+
+
+def test_the_order_does_not_depend_on_the_model():
+    kinds = ["MHA", "GQA-8", "MQA", "MLA 512+64", "MLA 512"]
+    for name in ("llama-2-7b", "llama-3-70b", "deepseek-v3"):
+        assert [variant.kind for variant in variants(model(name))] == kinds
+    assert [variant.kind for variant in variants(model("qwen-2.5-7b"))][:3] == ["MHA", "GQA-4", "MQA"]
+    assert [variant.kind for variant in variants(model("gemma-2-27b"))][:3] == ["MHA", "GQA-16", "GQA-8"]
 
 
 def test_fewer_kv_heads_store_less_in_proportion():
@@ -135,7 +152,8 @@ def test_the_verdict_is_what_takes_longer(on):
 
 
 def test_absorbed_mla_can_be_compute_bound_where_mha_never_is():
-    own, *_ = made = variants(model("deepseek-v3"))
+    own = model("deepseek-v3")
+    made = variants(own)
     bound = {row.variant: row.bound for row in rows(made, Setting(contexts=(32_768,), batches=(64,)))}
     assert (own.kind, bound[own.kind], bound["MHA"]) == ("MLA 512+64", "compute", "memory")
 
@@ -172,8 +190,9 @@ def test_settings_and_models_that_ask_nothing_are_refused():
         Setting(batches=(1, 0))
     with pytest.raises(ValueError, match="page_size: expected at least 1 token, got 0"):
         Setting(page_size=0)
-    with pytest.raises(ValueError, match="the weights take 2 GiB more than one rank has"):
-        Setting(memory=-(2**31))
+    for name in ("memory", "weights"):
+        with pytest.raises(ValueError, match=f"{name}: expected at least 0 bytes, got -1"):
+            Setting(**{name: -1})
     with pytest.raises(ValueError, match="layers: expected at least 1, got none"):
         Model("empty", ())
 
@@ -197,3 +216,14 @@ def test_every_entry_has_its_own_name_and_a_source():
 def test_whole_sizes_have_no_decimals(size, text):
     assert human(size) == text
     assert human(1536 * 2**20) == "1.5 GiB"
+
+
+def test_tokens_are_given_in_k_and_m():
+    assert [short(n) for n in (1, 1000, 1024, 131_072, 2**20, 3 * 2**19)] == [
+        "1",
+        "1,000",
+        "1K",
+        "128K",
+        "1M",
+        "1,536K",
+    ]

@@ -11,7 +11,7 @@ import pytest
 from torch import float8_e4m3fn
 
 from attnlib.__main__ import main
-from attnlib.sizes import CHIPS, MODELS, Row, Setting, model, rows, variants
+from attnlib.sizes import CHIPS, MODELS, Row, Setting, command, model, rows, variants
 from attnlib.sizes.files import write_csv
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,8 +24,10 @@ def lines_of(text, title):
 
 
 def cells(text, title):
+    """The cells of a section, by the names of the variants without the mark of the model itself."""
     return {
-        name: [cell.strip() for cell in line if cell.strip()] for name, line in lines_of(text, title).items()
+        name.removesuffix(" *"): [cell.strip() for cell in line if cell.strip()]
+        for name, line in lines_of(text, title).items()
     }
 
 
@@ -33,7 +35,7 @@ def test_llama_2_7b_on_a_terminal():
     command = [sys.executable, "-m", "attnlib", "sizes", "--model", "llama-2-7b"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stderr == ""
-    kib = {name: line[-1] for name, line in cells(ran.stdout, "attention in all layers").items()}
+    kib = {name: line[1] for name, line in cells(ran.stdout, "attention in all layers").items()}
     assert kib == {
         "variant": "KiB/token",
         "MHA": "512",
@@ -54,10 +56,11 @@ def test_the_example_in_the_docs_is_what_is_printed(capsys):
 
 
 def test_the_table_says_what_the_rows_say(capsys):
-    options = ["--context", "1600,4096", "--batch", "3", "--store", "fp8", "--chip", "h100", "--memory", "16"]
-    assert main(["sizes", "--model", "gpt-oss-20b", *options]) == 0
+    options = ["--context", "1600,4k", "--batch", "3", "--store", "fp8", "--chip", "h100", "--memory", "16"]
+    assert main(["sizes", "--model", "gpt-oss-20b", *options, "--weights", "12.5"]) == 0
     text = capsys.readouterr().out
-    setting = {"contexts": (1600, 4096), "batches": (3,), "storage_dtype": float8_e4m3fn, "memory": 2**34}
+    setting = {"contexts": (1600, 4096), "batches": (3,), "store": float8_e4m3fn, "memory": 2**34}
+    setting["weights"] = 25 * 2**29
     expected = rows(variants(model("gpt-oss-20b")), Setting(**setting, chip=CHIPS[1]))
     reads, bounds, fits = (cells(text, title) for title in ("bytes read", "bound", "limits"))
     assert reads["variant"] == ["1,600 x 3", "4K x 3"]
@@ -66,7 +69,7 @@ def test_the_table_says_what_the_rows_say(capsys):
         numbers = (small.longest_context, small.largest_batch, large.largest_batch)
         assert fits[small.variant] == [f"{number:,}" for number in numbers]
     assert "float8_e4m3fn" in text
-    assert "16 GiB for the cache" in text
+    assert "16 GiB - 12.5 GiB (weights, as given) = 3.5 GiB for the cache" in text
 
 
 def test_a_shape_of_ones_own_on_two_ranks(capsys):
@@ -103,11 +106,42 @@ def test_the_csv_reads_back_as_the_rows(tmp_path, capsys):
     assert main(["sizes", "--model", "mistral-7b", "--csv", str(path)]) == 0
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
-    assert head == [field.name for field in fields(Row)]
+    assert head == [*(field.name for field in fields(Row)), "is_model"]
+    assert {line[0]: line.pop() for line in lines} == {
+        "MHA": "False",
+        "GQA-8": "True",
+        "MQA": "False",
+        "MLA 512+64": "False",
+        "MLA 512": "False",
+    }
     read = [tuple(cell if not cell.isdigit() else int(cell) for cell in line) for line in lines]
     expected = rows(variants(model("mistral-7b")), Setting())
     assert read == [tuple("" if cell is None else cell for cell in astuple(row)) for row in expected]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [([], 1), (["--batch", "1,2k"], 2048), (["--batch", "4"], 4)]
+)
+def test_the_picture_is_of_one_sequence_unless_a_batch_is_asked(options, expected, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(command, "draw", lambda *_, batch: drawn.append(batch))
+    assert main(["sizes", "--model", "gpt-2", "--png", "x.png", *options]) == 0
+    assert drawn == [expected]
+
+
+@pytest.mark.parametrize("context", ["128k", "128K", "131072", "128k,131072"])
+def test_sizes_take_the_suffixes_that_the_table_prints(context, capsys):
+    assert main(["sizes", "--model", "llama-3-70b", "--context", context, "--batch", "1"]) == 0
+    assert cells(capsys.readouterr().out, "cache size")["variant"] == ["128K x 1"]
+
+
+def test_a_list_of_sizes_mixes_suffixes(capsys):
+    options = ["--context", "8k,100,1M", "--page-size", "1k", "--window", "2K"]
+    assert main(["sizes", "--model", "gpt-2", "--batch", "1", *options]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "cache size")["variant"] == ["8K x 1", "100 x 1", "1M x 1"]
+    assert "pages of 1,024 tokens" in text
 
 
 def test_the_picture_is_one(tmp_path, capsys):
@@ -154,12 +188,6 @@ def test_the_list_has_every_name_and_source(capsys):
         (["--model", "gpt-2", "--page-size", "0"], "page_size: expected at least 1 token, got 0"),
         (["--model", "gpt-2", "--window", "0"], "window: expected at least 1, got 0"),
         (["--model", "gpt-2", "--tensor-parallel", "7"], "ranks: expected a divisor of num_heads=12, got 7"),
-        (
-            ["--model", "gpt-2", "--memory", "1", "--weights", "3"],
-            "the weights take 2 GiB more than one rank has",
-        ),
-        (["--model", "gpt-2", "--csv", "."], "expected a file to write, got a folder"),
-        (["--model", "gpt-2", "--csv", "nowhere/sizes.csv"], "No such file or directory"),
     ],
 )
 def test_what_cannot_be_answered_is_said_on_one_line(options, message, capsys):
@@ -172,8 +200,30 @@ def test_what_cannot_be_answered_is_said_on_one_line(options, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("file", "message"),
+    [(".", "expected a file to write, got a folder"), ("nowhere/sizes.csv", "No such file or directory")],
+)
+def test_a_file_that_cannot_be_written_is_said_below_the_table(file, message, capsys):
+    assert main(["sizes", "--model", "gpt-2", "--csv", file]) == 2
+    out, error = capsys.readouterr()
+    assert "limits of the memory" in out
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     "options",
-    [["--context", "many"], ["--dtype", "int4"], ["--frobnicate"], ["--memory", "inf"], ["--weights", "-1"]],
+    [
+        ["--context", "many"],
+        ["--context", "k"],
+        ["--context", "8k,"],
+        ["--context", "1.5k"],
+        ["--batch", ""],
+        ["--dtype", "int4"],
+        ["--frobnicate"],
+        ["--memory", "inf"],
+        ["--weights", "-1"],
+    ],
 )
 def test_bad_options_end_with_usage(options, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -185,8 +235,11 @@ def test_bad_options_end_with_usage(options, capsys):
 def test_without_matplotlib_only_the_picture_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["sizes", "--model", "gpt-2"]) == 0
+    expected = capsys.readouterr().out
     assert main(["sizes", "--model", "gpt-2", "--png", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'attnlib[demo]'" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert out == expected
+    assert "pip install 'attnlib[demo]'" in error
     assert not list(tmp_path.iterdir())
 
 
@@ -195,6 +248,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path.write_text("old")
 
     with pytest.raises(AttributeError):
-        write_csv([None], path)
+        write_csv(model("gpt-2"), [None], path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
