@@ -48,7 +48,9 @@ def draw(model: Model, models: Sequence[Model], setting: Setting, path: Path, *,
     longest = max(setting.contexts)
     contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
     for i, variant in enumerate(models):
-        layouts = variant.shard(setting.ranks).layouts(dtype=setting.dtype, store=setting.store)
+        layouts = variant.shard(setting.ranks).layouts(
+            dtype=setting.dtype, storage_dtype=setting.storage_dtype
+        )
         used = [
             batch * cache_bytes(layouts, [n], page_size=setting.page_size, ranks=setting.context_ranks)
             for n in contexts

@@ -47,7 +47,7 @@ class Model:
         """The number of parameters of the whole model; None if those outside attention are unknown."""
         return None if self.other_parameters is None else self.parameters + self.other_parameters
 
-    def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> list[KVLayout]:
         """Return the cache layout of each layer, which you can pass to KVCache."""
         return [shape.layout(dtype=dtype, storage_dtype=storage_dtype) for shape in self.layers]
 

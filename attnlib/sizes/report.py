@@ -179,7 +179,7 @@ def _least_ranks(model: Model, setting: Setting) -> int | None:
     heads = gcd(*(shape.num_heads for shape in model.layers))
     for ranks in (ranks for ranks in range(1, heads + 1) if heads % ranks == 0):
         with suppress(ValueError):  # the KV heads cannot be sharded over this number of ranks
-            layouts = model.shard(ranks).layouts(dtype=setting.dtype, store=setting.store)
+            layouts = model.shard(ranks).layouts(dtype=setting.dtype, storage_dtype=setting.storage_dtype)
             free = setting.rank_memory - replace(setting, ranks=ranks).weight_bytes(model)
             if largest_batch(
                 layouts, free, context=1, page_size=setting.page_size, ranks=setting.context_ranks

@@ -77,7 +77,7 @@ def _head(model: Model, setting: Setting) -> str:
     lines = [
         f"{model.name}: {len(model.layers)} layers, {model.kind} (marked *){where}",
         *([f"source: {model.source}"] if model.source else []),
-        f"{_name(setting.dtype)}, stored as {_name(setting.store or setting.dtype)}, pages of "
+        f"{_name(setting.dtype)}, stored as {_name(setting.storage_dtype or setting.dtype)}, pages of "
         f"{setting.page_size:,} tokens",
         f"{chip.name}: {chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, compute-bound from "
         f"{chip.ridge:.0f} FLOPs per byte",
