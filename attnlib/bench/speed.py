@@ -54,7 +54,7 @@ class Run(NamedTuple):
         return lambda: torch.autograd.grad(self.call(*self.leaves), self.leaves, self.dout)
 
     def results(self, *, gradients: bool = True) -> list[Tensor]:
-        """Return the output and, unless told otherwise, the gradients of q, k and v.
+        """Return the output, and by default also the gradients of q, k and v.
 
         All have tokens before heads.
         """
