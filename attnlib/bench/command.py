@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", metavar="TABLE,TABLE", help="fill only these tables")
     parser.add_argument(
+        "--backend",
+        help="attnlib's backend, such as torch, or triton:generic to measure generic kernels on a Hopper GPU "
+        "(default: triton with --gpu, otherwise attnlib's own choice)",
+    )
+    parser.add_argument(
         "--shape",
         metavar=shape.SHAPE,
         help="time only one call with this batch, query heads, KV heads, tokens and channels per head "
@@ -62,24 +67,21 @@ def run(arguments: argparse.Namespace) -> int:
     The code is 2 if the options cannot be used on this machine. A case that hangs ends the process with 3.
     """
     try:
-        if arguments.shape is None:
-            entries = _tables(arguments)
-            place = cuda() if arguments.gpu else cpu()
-            if arguments.parallel:
-                counts(place)
-        else:
-            case = _case(arguments)
-            place = cuda() if arguments.gpu else cpu()
+        wanted = _tables(arguments) if arguments.shape is None else _case(arguments)
+        place = cuda() if arguments.gpu else cpu()
+        if arguments.parallel:
+            counts(place)
     except (ValueError, RuntimeError) as error:
         print(f"python -m attnlib bench: {error}", file=sys.stderr)
         return 2
     options = [f"--{name}" for name in ("gpu", "parallel", "backward") if getattr(arguments, name)]
-    for name in ("only", "shape", "mask", "dtype"):
+    for name in ("only", "backend", "shape", "mask", "dtype"):
         options += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) else []
     command = shlex.join(["python", "-m", "attnlib", "bench", *options])
-    if arguments.shape is None:
-        return fill(place, entries, arguments.out, command)
-    return shape.run(place, case, arguments.out, command, backward=arguments.backward)
+    place = place._replace(backend=arguments.backend or place.backend)
+    if isinstance(wanted, Case):
+        return shape.run(place, wanted, arguments.out, command, backward=arguments.backward)
+    return fill(place, wanted, arguments.out, command)
 
 
 def _tables(arguments: argparse.Namespace) -> Sequence[TableEntry]:

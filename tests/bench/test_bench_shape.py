@@ -88,6 +88,19 @@ def test_the_backward_is_timed_by_whoever_has_one(on_a_clock, tmp_path):
     )
 
 
+def test_the_backend_is_the_one_of_the_option(on_a_clock, monkeypatch, tmp_path):
+    asked = []
+
+    def attend(q, k, v, **options):
+        asked.append(options["backend"])
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr("attnlib.bench.implementations.attention", attend)
+    assert on_a_clock("1,4,2,8,16", "--backend", "torch") == 0
+    assert {*asked} == {"torch"}
+    assert "--backend torch" in json.loads((tmp_path / "shape.json").read_text())["facts"]["command"]
+
+
 def test_a_wrong_result_is_not_timed(on_a_clock, monkeypatch, capsys):
     monkeypatch.setattr(
         "attnlib.bench.implementations.attention", lambda q, k, v, **options: torch.zeros_like(q)
