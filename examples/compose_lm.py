@@ -25,6 +25,8 @@ PAGE_SIZE = 16
 PROMPTS = 8
 # Okabe and Ito's colours, which are distinguishable with any colour vision.
 COLOURS = {"mha": "#0072B2", "gqa": "#009E73", "mqa": "#D55E00", "mla": "#CC79A7"}
+MARKERS = {"mha": "o", "gqa": "s", "mqa": "^", "mla": "D"}
+MARKED = 6  # markers per curve of losses
 
 
 class Result(NamedTuple):
@@ -163,12 +165,16 @@ def draw(results: Sequence[Result], corpus: Corpus, preset: Preset, entropy: flo
 def _draw_losses(axes, results: Sequence[Result], preset: Preset, entropy: float) -> None:
     width = max(1, preset.steps // 25)
     per_step = preset.batch * preset.context / 1000
-    for result in results:
+    for i, result in enumerate(results):
         losses = torch.tensor(result.losses)
         smooth = losses.unfold(0, width, 1).mean(1)
         x = (torch.arange(len(smooth)) + width) * per_step
         label = f"{result.variant.upper()}: {result.held_out:.2f} held out"
-        axes.plot(x.tolist(), smooth.tolist(), color=COLOURS[result.variant], label=label, linewidth=2)
+        # The curves nearly coincide. Their markers take turns, so that none hides another.
+        every = max(1, len(smooth) // MARKED)
+        style = {"marker": MARKERS[result.variant], "markersize": 8, "linewidth": 1.5}
+        style["markevery"] = ((2 * i + 1) * every // (2 * len(results)), every)
+        axes.plot(x.tolist(), smooth.tolist(), color=COLOURS[result.variant], label=label, **style)
     axes.axhline(entropy, color="0.35", linestyle="--", linewidth=1.2)
     axes.annotate(
         f"unigram model: {entropy:.2f}",
@@ -193,7 +199,7 @@ def _draw_growth(axes, results: Sequence[Result]) -> None:
         contexts, used = zip(*result.growth, strict=True)
         kib = [n / 1024 for n in used]
         colour = COLOURS[result.variant]
-        axes.plot(contexts, kib, color=colour, linewidth=2, marker="o", markersize=4)
+        axes.plot(contexts, kib, color=colour, linewidth=2, marker=MARKERS[result.variant], markersize=4)
         axes.annotate(
             f"{result.variant.upper()}  {result.bytes_per_token:,.0f} B/token",
             (contexts[-1], kib[-1]),

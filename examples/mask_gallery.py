@@ -15,6 +15,8 @@ from attnlib import CAUSAL, Mask, mask_mod, masks, sliding
 from attnlib.masks.band import AnyMask
 
 EMPTY, PARTIAL, FULL_TILE = range(3)
+TILES = ("#ffffff", "#fdd9a0", "#9ecae1")  # colours of an empty, a partial and a full tile
+SEEN = 0.45  # opacity of the black over pairs of a query and a key that it sees
 
 
 class Panel(NamedTuple):
@@ -71,10 +73,11 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
 
     rows = -(-len(panels) // 4)
     figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2.9 * rows), squeeze=False)
-    colors = ListedColormap(["#ffffff", "#fdd9a0", "#9ecae1"])
+    colors = ListedColormap(TILES)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, (name, shown) in zip(axes.flat, panels.items(), strict=False):
@@ -87,7 +90,7 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
             extent=(0, tokens, tokens, 0),
             interpolation="nearest",
         )
-        pairs = torch.where(shown.seen, 0.45, 0.0)
+        pairs = torch.where(shown.seen, SEEN, 0.0)
         axis.imshow(
             torch.zeros(tokens, tokens).numpy(),
             cmap="gray",
@@ -101,12 +104,23 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
         axis.tick_params(length=0)
         full, partial, empty = shown.counts
         axis.set_title(f"{name}\n{full} full, {partial} partial, {empty} empty", fontsize=8)
-    figure.suptitle(
-        "queries down, keys across; blue tiles are full, orange ones partial, white ones need no visit"
-    )
-    figure.tight_layout()
+    meanings = {
+        "seen, in a full tile": _darkened(TILES[FULL_TILE]),
+        "seen, in a partial tile": _darkened(TILES[PARTIAL]),
+        "hidden, in a partial tile": TILES[PARTIAL],
+        "hidden, in an empty tile, which is skipped": TILES[EMPTY],
+    }
+    handles = [Patch(facecolor=x, edgecolor="#999999", label=name) for name, x in meanings.items()]
+    figure.suptitle("Queries down, keys across", y=0.995)
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.978), ncols=4, frameon=False)
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
+
+
+def _darkened(colour: str) -> str:
+    """Return the colour of a tile under the black of a pair that is seen."""
+    return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - SEEN)):02x}" for i in (1, 3, 5))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -63,10 +63,17 @@ def _ours(case: Case, place: Target) -> Callable:
 
 
 def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable:
-    """Return torch's fused attention, restricted to one backend unless ``backend`` is None."""
-    if case.mask not in (FULL, CAUSAL) or case.lengths:
+    """Return torch's fused attention, restricted to one backend unless ``backend`` is None.
+
+    Without a restriction, masks other than full and causal become a mask tensor.
+    """
+    is_plain = case.mask in (FULL, CAUSAL)
+    if case.lengths or not (is_plain or backend is None):
         raise NotImplementedError("torch's fused attention: only full or causal batches")
     options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
+    if not is_plain:
+        at = torch.arange(case.tokens, device=place.device)
+        options["attn_mask"] = case.mask.visible(at[:, None], at)
     if backend is None:
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
 
@@ -97,10 +104,13 @@ def _by_sequence(case: Case, place: Target) -> Callable:
 def _flex(case: Case, place: Target) -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attend = torch.compile(flex_attention, dynamic=False) if place.device == "cuda" else flex_attention
-    reach, blocks, size = case.mask.left, None, (None, None, case.tokens, case.tokens)
+    attend = torch.compile(flex_attention, dynamic=False)
+    reach, prefix, blocks = case.mask.left, case.mask.prefix, None
+    size = (None, None, case.tokens, case.tokens)
     if case.mask == CAUSAL:
         blocks = create_block_mask(lambda b, h, i, j: i >= j, *size, device=place.device)
+    elif prefix:
+        blocks = create_block_mask(lambda b, h, i, j: (i >= j) | (j < prefix), *size, device=place.device)
     elif case.mask != FULL:
         blocks = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= reach), *size, device=place.device)
     return lambda q, k, v: attend(q, k, v, block_mask=blocks, enable_gqa=case.heads != case.kv_heads)

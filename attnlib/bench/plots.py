@@ -2,10 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..internal.plots import COLOURS, blank, plain, png
 from .compare import Failure
 from .report import MISSING, Line, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Each implementation has the same colour in every picture.
+COLOUR = MappingProxyType(
+    dict(zip(("ours", "cuDNN", "FA4", "FA2", "Flex", "efficient", "eager"), COLOURS, strict=False))
+    | {"must be held": "0.55"}
+)
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
@@ -19,22 +30,39 @@ def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
     figure = blank(8, 5)
     axes = figure.subplots()
     names = [name for row in rows for name, value in row.cells.items() if not isinstance(value, Failure)]
-    for i, name in enumerate(dict.fromkeys(names)):
+    for name in dict.fromkeys(names):
         cells = [(row.tokens, row.cells.get(name, MISSING)) for row in rows]
         points = [(tokens, value) for tokens, value in cells if not isinstance(value, Failure)]
         lost = next(((tokens, why) for tokens, why in cells if isinstance(why, Failure)), None)
         end = "" if lost is None else f" ({lost[1].partition(':')[0]} at {lost[0]:,})"
         label = name.replace("ours", "attnlib") + end
         style = {"linewidth": 4.5, "markersize": 8} if name == "ours" else {"linewidth": 1.6, "markersize": 4}
-        axes.plot(
-            *zip(*points, strict=True), color=COLOURS[i % len(COLOURS)], marker="o", label=label, **style
-        )
+        colour = COLOUR.get(name, COLOURS[-1])
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=label, **style)
     tokens = [row.tokens for row in rows]
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])
-    axes.set_ylim(bottom=0) if table.more_is_better else axes.set_yscale("log")
-    axes.set(xlabel="tokens", ylabel=table.unit)
+    axes.set(xlabel="tokens", ylabel="memory" if table.unit == "MiB" else table.unit)
+    if table.more_is_better:
+        axes.set_ylim(bottom=0)
+    else:
+        _doublings(axes, table.unit)
     axes.set_title(f"{table.title}\n{where}", loc="left")
     plain(axes, grid="y")
     axes.legend(frameon=False)
     path.write_bytes(png(figure))
+
+
+def _doublings(axes: "Axes", unit: str) -> None:
+    """Make the vertical axis logarithmic, with a tick at every power of two, such as 512 MiB and 1 GiB."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    def text(x: float, _: int) -> str:
+        if unit != "MiB":
+            return f"{x:g}"
+        return f"{x:g} MiB" if x < 1024 else f"{x / 1024:g} GiB"
+
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(2, numticks=25))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(text)

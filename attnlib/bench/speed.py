@@ -1,6 +1,6 @@
 """Fill the speed tables: time implementations of the same attention call, or different calls of attnlib."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -53,8 +53,14 @@ class Run(NamedTuple):
             return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
         return lambda: torch.autograd.grad(self.call(*self.leaves), self.leaves, self.dout)
 
-    def results(self) -> list[Tensor]:
-        """Return the output and the gradients of q, k and v, with tokens before heads."""
+    def results(self, *, gradients: bool = True) -> list[Tensor]:
+        """Return the output, and by default also the gradients of q, k and v.
+
+        All have tokens before heads.
+        """
+        if not gradients:
+            out = self.action("inference")()
+            return [out.transpose(1, 2) if self.heads_first else out]
         out = self.call(*self.leaves)
         # With torch.compile, a backward pass can be repeated only if the first one retains the graph.
         found = [out.detach(), *torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)]
@@ -66,15 +72,18 @@ def same_case(case: Case, names: Iterable[str]) -> list[Column]:
     return [Column(name, name, case) for name in names]
 
 
-def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure]:
-    """Prepare the implementations; one that cannot run, or whose results differ, becomes a Failure."""
+def line_up(place: Target, columns: Sequence[Column], *, gradients: bool = True) -> dict[str, Run | Failure]:
+    """Prepare the implementations; one that cannot run, or whose results differ, becomes a Failure.
+
+    Without ``gradients``, only outputs are compared.
+    """
     ready: dict[str, Run | Failure] = {}
     for case in dict.fromkeys(column.case for column in columns):
         mine = [column for column in columns if column.case == case]
         layouts = attempt(_layouts, place, case)
         made = {column.name: attempt(_run, column, place, layouts) for column in mine}
         ours = [column.name for column in mine if column.implementation == "ours"]
-        ready |= agreeing(made, Run.results, ours)
+        ready |= agreeing(made, partial(Run.results, gradients=gradients), ours)
     return ready
 
 
@@ -97,12 +106,13 @@ def _run(column: Column, place: Target, layouts: Mapping[bool, list[Tensor]]) ->
     return Run(call, tuple(leaves), dout, heads_first)
 
 
-def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
+def compare(place: Target, columns: Sequence[Column], whats: Collection[str]) -> dict[str, Cells]:
     """Time every column in each of ``whats`` (such as "forward" and "backward"); return the seconds.
 
-    A column whose results disagree with those of other columns is not timed.
+    A column whose results disagree with those of other columns is not timed. Gradients are compared unless
+    only "inference" is timed, because some implementations have no backward.
     """
-    ready = line_up(place, columns)
+    ready = line_up(place, columns, gradients=set(whats) != {"inference"})
     timed = [column.name for column in columns if column.timed]
     taken = {}
     for what in whats:

@@ -30,12 +30,25 @@ def test_implementations_agree_and_are_timed(mask, kv_heads):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(5)], ids=str)
-def test_flex_computes_each_mask(mask):
+def test_flex_computes_each_mask(monkeypatch, mask):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     case = tiny(128, mask)
     ours = implementation("ours", case, place()).call
     q, k, v, _ = case.tensors("cpu")
     flex = implementation("Flex", case, place()).call(*(x.transpose(1, 2) for x in (q, k, v)))
     torch.testing.assert_close(flex.transpose(1, 2), ours(q, k, v))
+
+
+def test_without_a_backward_only_outputs_are_compared():
+    def call(q, k, v):
+        if q.requires_grad:
+            raise NotImplementedError("no backward")
+        return q
+
+    leaves = tuple(x.requires_grad_() for x in tiny().tensors("cpu")[:3])
+    assert Run(call, leaves, leaves[0], heads_first=False).results(gradients=False)[0].equal(leaves[0])
+    with pytest.raises(NotImplementedError, match="no backward"):
+        Run(call, leaves, leaves[0], heads_first=False).results()
 
 
 def test_packed_implementations_agree():

@@ -17,6 +17,9 @@ COLUMNS = """\
 |---|---|---|---:|---:|---:|---:|
 """
 INTRODUCTION = f"""\
+---
+orphan: true
+---
 # Compiled kernels
 
 `make compile-check` compiles the kernels for chips that need not be there, with each Triton below, and writes

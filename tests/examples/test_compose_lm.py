@@ -67,3 +67,17 @@ def test_other_weights_are_refused(tmp_path):
         variants.load(tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"variant: expected one of .*, got 'mhla'"):
         variants.make_model("mhla", variants.PRESETS["tiny"])
+
+
+def test_curves_that_coincide_show_markers_of_all_variants(monkeypatch, tmp_path, small_preset):
+    figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: drawn.append(self.axes[0]))
+    result = compose_lm.Result("mha", 1, [4.0, 3.0] * 40, 3.0, [(0, 0), (16, 512)], 32.0, 1.0, 1.0)
+    results = [result._replace(variant=name) for name in variants.VARIANTS]
+    corpus = type("Corpus", (), {"name": "a text"})
+    compose_lm.draw(results, corpus, small_preset._replace(steps=80), 4.5, tmp_path / "x.png")
+    lines = drawn[0].lines[: len(results)]
+    marks = [set(range(len(x.get_xdata()))[x.get_markevery()[0] :: x.get_markevery()[1]]) for x in lines]
+    assert all(len(mine) >= 4 for mine in marks)
+    assert len(set.union(*marks)) == sum(map(len, marks))  # no two at the same step
+    assert len({line.get_marker() for line in lines}) == len({line.get_color() for line in lines}) == 4

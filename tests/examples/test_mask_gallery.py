@@ -36,3 +36,19 @@ def test_other_sizes_are_usage_errors(arguments, message, capsys):
         mask_gallery.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_legend_explains_every_colour_of_the_picture(tmp_path, monkeypatch):
+    figure, legends = pytest.importorskip("matplotlib.figure").Figure, []
+    save = figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *a, **k: (legends.extend(self.legends), save(self, *a, **k))
+    )
+    mask_gallery.main(["--tokens", "32", "--tile", "8", "--out", str(tmp_path)])
+    [legend] = legends
+    pixels = pytest.importorskip("matplotlib.image").imread(tmp_path / "mask_gallery.png")[..., :3]
+    shown = torch.as_tensor(pixels).flatten(0, 1)
+    explained = torch.tensor([patch.get_facecolor()[:3] for patch in legend.legend_handles])
+    assert len(explained) == 4
+    for colour in explained:  # each covers at least a hundredth of the picture, to a rounding
+        assert ((shown - colour).abs().amax(1) < 0.01).float().mean() > 0.01

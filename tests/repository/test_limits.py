@@ -195,7 +195,8 @@ def test_backends_stay_small():
 
 
 def test_the_benchmark_stays_small():
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1084
+    """What stood there when bench learned --shape and --backend (November 2026)."""
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1191
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
