@@ -384,17 +384,17 @@ def test_as_many_pages_as_are_said_are_enough(window, most, page_size):
 
 
 def test_a_file_with_the_names_of_before_loads(tmp_path):
-    """Files still say ``store``, ``tail``, ``first_tokens`` and ``k_rope``."""
+    """Files still say ``store``, ``tail``, ``keep_first`` and ``k_tail``."""
     layout = KVLayout.latent(8, 4, window=6, first_tokens=2, storage_dtype=torch.int8)
     file = {
         "0.numbers": torch.arange(3, dtype=torch.int32),
         "0.k": torch.randint(-127, 128, (3, 1, 8), dtype=torch.int8),
-        "0.k_rope": torch.randn(3, 1, 4),
+        "0.k_tail": torch.randn(3, 1, 4),
         "0.k_scale": torch.rand(3, 1),
     }
     fields = {
         "heads": 1, "dim": 8, "value_dim": 8, "tail": 4, "is_latent": True, "window": 6,
-        "dtype": "torch.float32", "store": "torch.int8", "first_tokens": 2,
+        "dtype": "torch.float32", "store": "torch.int8", "keep_first": 2,
     }  # fmt: skip
     metadata = {
         "format": "attnlib sequence 1", "length": 3, "rollback": 0,

@@ -248,12 +248,9 @@ HABITS = {
         lambda: KVLayout.grouped(2, head_dim=8),
         r"KVLayout\.grouped: head_dim: .*use dim=",
     ),
-    "grouped(store=)": (lambda: KVLayout.grouped(2, 8, storage_dtype=torch.int8), "use storage_dtype="),
-    "grouped(first_tokens=)": (lambda: KVLayout.grouped(2, 8, first_tokens=1), "use first_tokens="),
-    "pages_for(max_step_tokens=)": (
-        lambda: KVCache.pages_for([], [], max_step_tokens=1),
-        "use max_step_tokens=",
-    ),
+    "grouped(store=)": (lambda: KVLayout.grouped(2, 8, store=torch.int8), "use storage_dtype="),
+    "grouped(keep_first=)": (lambda: KVLayout.grouped(2, 8, keep_first=1), "use first_tokens="),
+    "pages_for(most=)": (lambda: KVCache.pages_for([], [], most=1), "use max_step_tokens="),
     "embed_dim": (lambda: GroupedQueryAttention(embed_dim=16, num_heads=2, mask=FULL), "it is hidden_size"),
     "batch_first": (lambda: GroupedQueryAttention(16, 2, mask=FULL, batch_first=True), "leave it out"),
     "rope_theta": (

@@ -147,7 +147,7 @@ def test_flops_of_latent_attention(shape, length):
     assert decode_flops(shape, length) == flops
 
 
-@given(shape=shapes, context=lengths, batch=st.integers(1, 3), storage_dtype=stores)
+@given(shape=shapes, context=lengths, batch=st.integers(1, 3), store=stores)
 def test_a_step_reads_the_weights_and_every_visible_slot(shape, context, batch, store):
     layer = make_layer(shape, dtype=torch.float16)
     layout = shape.layout(dtype=torch.float16, storage_dtype=store)
@@ -160,7 +160,7 @@ def test_a_step_reads_the_weights_and_every_visible_slot(shape, context, batch, 
     assert read == weights + batch * visible * slot
 
 
-@given(heads=st.integers(1, 4), group=st.integers(1, 4), ranks=st.integers(1, 4), storage_dtype=stores)
+@given(heads=st.integers(1, 4), group=st.integers(1, 4), ranks=st.integers(1, 4), store=stores)
 def test_ranks_share_kv_heads_or_copy_the_last(heads, group, ranks, store):
     shape = GroupedShape(hidden_size=8, num_heads=heads * group, num_kv_heads=heads, head_dim=4)
     stored = {"dtype": torch.bfloat16, "storage_dtype": store}
