@@ -283,7 +283,14 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     >>> q = torch.randn(1, 9, 8, 64)
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
-    dense attention: ...
+    dense attention
+      device     cpu
+      dtype      float32
+      mask       CAUSAL
+      heads      8
+      kv_heads   8
+      head_dim   64
+      value_dim  64
     runs on: torch
       fast paths: on
       not on triton: needs a CUDA device, got cpu

@@ -14,6 +14,7 @@ from . import saved
 from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
+from .memory import pages_in
 from .options import (
     ReadOptions,
     check_options,
@@ -102,7 +103,9 @@ class KVCache:
         cls,
         layouts: Sequence[KVLayout],
         *,
-        pages: int | Mapping[Window, int],
+        pages: int | Mapping[Window, int] | None = None,
+        memory: int | str | None = None,
+        max_step_tokens: int | None = None,
         page_size: int = 64,
         max_sequences: int,
         max_length: int | None = None,
@@ -119,6 +122,11 @@ class KVCache:
             layouts: for each layer, the layout of the keys and values of one token.
             pages: the page count of every window class, or a mapping from window class to count. The class of
                 a layout is None, its window, or ``(window, first_tokens)``.
+            memory: in place of ``pages``, the bytes of all stored keys and values, as an int or such as
+                ``"40GiB"``. Pages are counted for ``max_sequences`` sequences of equal length, as long as
+                fits.
+            max_step_tokens: with ``memory``, the most tokens of a sequence in one step. Layers with a window
+                then need fewer pages; None means that a whole prompt arrives in one step.
             page_size: tokens per page.
             max_sequences: the largest number of live sequences at a time.
             max_length: the largest length of a sequence, which sets the width of the page table. With None,
@@ -142,7 +150,8 @@ class KVCache:
 
         Raises:
             ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has another
-                ``storage_dtype``; ``pages`` has other windows than the layouts; two of
+                ``storage_dtype``; not one of ``pages`` and ``memory`` is given, or ``memory`` has no room for
+                a page per sequence; ``pages`` has other windows than the layouts; two of
                 ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are given; or the mesh has several
                 dimensions, or no layer that its ranks can share.
         """
@@ -153,6 +162,14 @@ class KVCache:
         if mesh is not None:
             options = ReadOptions(route=Sharding.of(mesh, device))
         sizes = {"max_sequences": max_sequences, "max_length": max_length, "shards": options.shards}
+        if (pages is None) == (memory is None):
+            raise ValueError("pages: expected either a page count or memory=, such as memory='40GiB'")
+        if memory is not None:
+            limits = {"max_sequences": max_sequences, "max_length": max_length, "ranks": options.shards}
+            limits |= {"max_step_tokens": max_step_tokens, "rollback": rollback}
+            pages = pages_in(memory, layouts, page_size=page_size, **limits)
+        elif max_step_tokens is not None:
+            raise ValueError("max_step_tokens: expected None with pages=; KVCache.pages_for takes it")
         sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback)
         if batch_invariant:
             options = options._replace(split_size=split_size_of(sequences.max_length))

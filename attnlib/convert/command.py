@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files.folder import read_folder
+from ..internal.units import parse_bytes
 from . import targets
 from .bars import steps
 from .check.budget import windows_for
@@ -31,7 +31,6 @@ from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
 MISREAD = ("LinearScaling", "Llama3Scaling")
-UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
 4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion_commands.md has the
@@ -207,10 +206,10 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> 
 
 def _bytes(text: str) -> int:
     """Parse a size such as ``5GB`` or ``500MiB`` into a number of bytes."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Z]*)", text.strip().upper())
-    if match is None or match[2] not in dict(UNITS):
-        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")
-    return int(float(match[1]) * dict(UNITS)[match[2]])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _failed(reason: str, notes: list[str], code: int) -> int:

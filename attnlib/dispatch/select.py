@@ -104,13 +104,12 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
     def _lines(self) -> list[str]:
-        spec = ", ".join(
-            f"{name}={value}"
-            for name, value in self.spec._asdict().items()
-            if name != "functions" and value not in (None, False, (), 0)
-        )
         variant = f", {self.variant} kernels" if self.variant else ""
-        lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
+        lines = [
+            f"{self.spec.kind} attention",
+            *self._spec_lines(),
+            f"runs on: {self.chosen or 'nothing'}{variant}",
+        ]
         lines += [] if self.chosen is None else [f"  {line}" for line in self._fast_paths()]
         lines += [f"  slow: {reason}" for reason in self.slow]
         lines += [] if self.spec.functions is None else [f"  {line}" for line in self.spec.functions.lines]
@@ -118,6 +117,16 @@ class Explanation(NamedTuple):
         return lines + [
             f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons
         ]
+
+    def _spec_lines(self) -> list[str]:
+        """Return an aligned line for each field of the spec that says more than its default."""
+        fields = {
+            name: str(value).replace("torch.", "")
+            for name, value in self.spec._asdict().items()
+            if name not in ("kind", "functions") and value not in (None, False, (), 0)
+        }
+        width = max(map(len, fields))
+        return [f"  {name:{width}}  {value}" for name, value in fields.items()]
 
     def _fast_paths(self) -> list[str]:
         off = [f"fast path off: {failure}" for failure in self.failures]

@@ -14,7 +14,7 @@ from .function import EVERYWHERE, MaskFunction, RetainedKeys, function_of
 
 
 @kind
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Mask:
     """A band of visible keys around each query, plus a prefix that every query sees.
 
@@ -52,6 +52,13 @@ class Mask:
             raise ValueError(f"mask: expected prefix >= 0, got {self.prefix}")
         if self.prefix and self.left is not None:
             raise ValueError(f"mask: a prefix needs left=None, got left={self.left}, prefix={self.prefix}")
+
+    def __repr__(self) -> str:
+        if (self.right, self.prefix) == (0, 0) and (self.left is None or self.left >= 0):
+            return "CAUSAL" if self.left is None else f"sliding({self.left + 1})"
+        if (self.left, self.right, self.prefix) == (None, None, 0):
+            return "FULL"
+        return f"Mask(left={self.left}, right={self.right}, prefix={self.prefix})"
 
     def visible(self, i: Tensor | int, j: Tensor | int) -> Any:
         """Return True if query ``i`` sees key ``j``; integer tensors give a bool tensor.

@@ -120,10 +120,10 @@ def test_explain_names_the_choice_and_runs_nothing(monkeypatch):
     for words in (
         "dense attention",
         "runs on: torch",
-        "value_dim=4",
-        "left=2",
-        "score=('softcap',)",
-        "lse=True",
+        "  value_dim  4\n",
+        "  mask       sliding(3)\n",
+        "  score      ('softcap',)\n",
+        "  lse        True\n",
     ):
         assert words in str(told)
     slow = explain(attention, q, q, torch.randn(1, 5, 8, 2).transpose(2, 3), mask=CAUSAL)
