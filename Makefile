@@ -15,7 +15,7 @@ SLOW := slow and not gpu and not gpu2
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST)
 
-.PHONY: demo test test-hf test-newest test-slow lint types docs bench bench-gpu compile-quick compile-check release clean
+.PHONY: demo test test-hf test-newest test-slow lint types docs docs-look bench bench-gpu compile-quick compile-check release clean
 
 # Train, decode and compare small language models.
 # Waiting threads sleep: with other work on the same cores, spinning made training six times slower.
@@ -73,6 +73,10 @@ docs: $(READY) $(SPHINX)/.ready
 	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
 	$(PYTEST) $(patsubst %,tests/repository/test_%.py,docs cookbook docs_site) -k 'not builds_without_a_warning' $(ARGS)
 	@echo "No warning. The site is in out/docs/index.html"
+
+# Take screenshots of the site in out/docs, and check that nothing on its pages is cut off. Needs chromium on PATH.
+docs-look: $(READY)
+	$(BIN)/python docs/look.py
 
 $(SPHINX)/.ready: docs/requirements.txt | $(READY)
 	rm -rf $(@D)

@@ -59,15 +59,30 @@ def attention(
     softcap. ALiBi subtracts ``slope * |i - j|``. ``score``, a function made by :func:`score_mod`, comes last.
     A query that sees no key gives 0, with zero gradients.
 
-    - ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``.
-    - ``sinks`` ``[h]`` are extra logits in the softmax. They have no value, and no option changes them.
-    - ``key_starts`` and ``key_ends`` int32 ``[b]`` hide the keys outside ``[start, end)``. The alignment of
-      queries and keys stays the same.
-    - Dropout decides by ``dropout_seed`` and the indices of sequence, head, query and key. The seed is int64
-      ``[1]``, or None for a random seed.
-    - q, k and v may be float8_e4m3fn, as :func:`quantize_fp8` makes them. They need positive fp32 scales:
-      ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. The result is bf16, and there is
-      no backward.
+    Args:
+        q: queries ``[b, s, h, d]`` in fp16, bf16, fp32, fp64 or e4m3. e4m3 inputs, as :func:`quantize_fp8`
+            makes them, need descales. Their result is bf16, and they have no backward.
+        k: keys ``[b, t, g, d]``, where ``h`` is a multiple of ``g``.
+        v: values ``[b, t, g, e]``.
+        mask: the keys that each query sees. It is required, because attnlib never infers causality.
+        scale: the factor of q·k, above 0. None means ``d ** -0.5``.
+        softcap: limits scores to values between ``-softcap`` and ``softcap``. None means no limit.
+        alibi_slopes: float ``[h]`` or ``[b, h]``, the slope of each head.
+        sinks: float ``[h]``, an extra logit of each head. It takes part in the softmax and has no value.
+            Neither scale, softcap nor ALiBi changes it.
+        score: a function of indices that changes the score, made by :func:`score_mod`.
+        key_starts: int32 ``[b]``, the index of the first visible key of each sequence. The alignment of
+            queries and keys stays the same.
+        key_ends: int32 ``[b]``, one more than the index of the last visible key of each sequence.
+        dropout_p: the probability of dropping an attention weight, in [0, 1).
+        dropout_seed: int64 ``[1]``. The seed and the indices of sequence, head, query and key determine which
+            weights are dropped. None means a random seed.
+        q_descale: positive fp32 ``[b, h]``, the factor of an e4m3 q for each sequence and head.
+        k_descale: positive fp32 ``[b, g]``, the same for k.
+        v_descale: positive fp32 ``[b, g]``, the same for v.
+        backend: ``"torch"``, ``"triton"``, ``"triton:plain"`` (only generic kernels) or ``"reference"``, to
+            run on this backend or raise an error. None selects one. ``"strict"`` selects one too, and raises
+            an error if the call would be slow.
 
     Raises:
         ValueError: a shape or value does not fit; the message names the argument and the remedy.

@@ -78,7 +78,8 @@ def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
         TypeError: ``x`` is not a jagged NestedTensor.
         ValueError: ``x`` is not ragged in its second dimension, or has holes.
 
-    >>> x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    >>> rows = [torch.ones(2, 4), torch.ones(3, 4)]
+    >>> x = torch.nested.nested_tensor(rows, layout=torch.jagged)
     >>> rows, cu_seqlens, longest = from_jagged(x)
     >>> rows.shape, cu_seqlens, longest
     (torch.Size([5, 4]), tensor([0, 2, 5], dtype=torch.int32), 3)

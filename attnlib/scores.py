@@ -69,7 +69,9 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
         TraceError: the function cannot run in a kernel; the message names the line.
 
     >>> bias = torch.zeros(8, 257)
-    >>> near = score_mod(lambda s, b, h, i, j, bias: s + bias[h, (i - j).clamp(-128, 128) + 128], bias)
+    >>> def near(s, b, h, i, j, bias):
+    ...     return s + bias[h, (i - j).clamp(-128, 128) + 128]
+    >>> near = score_mod(near, bias)
     """
     program = traced("score", function, arguments)
     of_tensors = tuple(isinstance(x, Tensor) for x in arguments)

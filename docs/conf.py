@@ -15,26 +15,40 @@ from sphinx import addnodes
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS / "site")]
 
 import attnlib  # noqa: E402
 
 project, release = "attnlib", attnlib.__version__
 project_copyright = "the authors of attnlib, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
+    *("sphinx_copybutton", "sphinx_design"),
+    *("arguments", "mathml", "search"),  # in docs/site
+]
 nitpicky = True  # an unresolved name in a docstring is a warning, too
 highlight_language = "none"  # for code blocks without a language
-python_maximum_signature_line_length = 88
 html_theme, html_title = "furo", f"attnlib {release}"
+html_static_path, html_css_files, templates_path = ["site/static"], ["site.css"], ["site/templates"]
+html_math_renderer = "mathml"
 html_copy_source = html_show_sourcelink = False
 
+copybutton_prompt_text, copybutton_prompt_is_regexp = (
+    r">>> |\.\.\. |\$ ",
+    True,
+)  # the button does not copy prompts
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4  # heading anchors as code forges generate them
 autodoc_class_signature = "mixed"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_typehints, autodoc_typehints_description_target = "description", "all"
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
+
+exclude_patterns = ["compiled.md"]  # measurements for changes to kernels, not for users
 
 # Files outside docs/ that have a page of their own; other files get a page of source.
 STANDING_FOR = {

@@ -6,12 +6,14 @@ The tree quotes the first sentence of each file's docstring; the table comes fro
 import ast
 import re
 import runpy
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "internals.md"
 FOLDERS = ("attnlib", "examples")
+WIDTH = 88  # columns of code that the site shows without scrolling
 
 
 def tree() -> str:
@@ -32,7 +34,8 @@ def _line(name: str, file: Path, depth: int) -> str:
     doc = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
     paragraph = " ".join((doc or "").split("\n\n")[0].split()).replace("``", "")
     sentence = re.split(r"(?<=[^.])\.(?= |$)", paragraph)[0]
-    return f"{'  ' * depth}{name:18} {sentence}".rstrip()
+    start = f"{'  ' * depth}{name:18} "
+    return textwrap.fill(start + sentence, WIDTH, subsequent_indent=" " * len(start)).rstrip()
 
 
 def imports() -> str:

@@ -42,12 +42,15 @@ class KVCache:
     ``ATTNLIB_CHECK=1`` is set when the cache is made, free pages are filled with NaN (int8: -128), so that
     stale reads show, and an append to a slot outside the cache, or twice to one slot, raises.
 
-    >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
+    >>> layout = KVLayout.grouped(2, 8)
+    >>> cache = KVCache.paged([layout], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
     >>> with cache.step({first: 5, second: 3}) as layers:
     ...     view = layers[0].append(torch.randn(8, 2, 8), torch.randn(8, 2, 8))
-    >>> cache.length(first), cache.length(second), cache.used_bytes == 2 * 16 * (2 * 8 + 2 * 8) * 4
-    (5, 3, True)
+    >>> cache.length(first), cache.length(second)
+    (5, 3)
+    >>> cache.used_bytes == 2 * 16 * layout.token_bytes
+    True
     """
 
     def __init__(

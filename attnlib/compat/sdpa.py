@@ -36,7 +36,8 @@ def scaled_dot_product_attention(
 
     >>> q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()
     >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.allclose(scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-6)
+    >>> out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(out, expected, atol=1e-6)
     True
     """
     for name, x in (("query", query), ("key", key), ("value", value)):

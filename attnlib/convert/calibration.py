@@ -113,9 +113,11 @@ def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch
         ValueError: a block never calls its layer, or :meth:`Calibration.of` raises it for the inputs.
 
     >>> layers = [GroupedQueryAttention(16, 4, mask=CAUSAL) for _ in range(2)]
-    >>> packed = torch.randn(9, 16), {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    >>> offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    >>> packed = torch.randn(9, 16), {"cu_seqlens": offsets}
     >>> text = [torch.randn(1, 9, 16), packed]
-    >>> [calibration.tokens for calibration in calibrate(((layer, layer) for layer in layers), text)]
+    >>> calibrations = calibrate(((layer, layer) for layer in layers), text)
+    >>> [calibration.tokens for calibration in calibrations]
     [18, 18]
     """
     batches = list(batches)

@@ -32,20 +32,36 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``num_heads`` query heads read ``num_kv_heads`` KV heads; None means one KV head for each query head.
-    Values have ``v_head_dim`` channels (None: ``head_dim``). ``mask`` is required, since no mask is assumed.
-    Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks.
+    Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks. q_norm and
+    k_norm may be replaced by any module that keeps the shape ``[..., h, d]``.
 
-    - ``qk_norm`` normalizes each head of q and k before rope (as in Qwen 3), or after it with
-      ``norm_after_rope`` (as in HunYuan). q_norm and k_norm may be replaced by any module that
-      keeps the shape ``[..., h, d]``.
-    - ``bias`` is for q, k and v, and ``output_bias`` for o (None: as ``bias``). ``bias`` may also name the
-      projections that have one, as in ``("q_proj", "v_proj")``.
-    - ``sinks`` adds a learned logit per head (as in gpt-oss), ``alibi`` the slopes of Press et al. (2021,
-      arXiv 2108.12409).
-    - ``temperature`` scales queries by their positions, after rope.
-    - ``dropout_p`` drops attention probabilities, in training only.
-    - ``context_parallel`` shards sequences over ranks: x and the output have only this rank's tokens.
+    Args:
+        hidden_size: the width ``m`` of input and output.
+        num_heads: the number of query heads ``h``.
+        mask: the keys that each query sees. It is required, because attnlib never infers causality.
+        num_kv_heads: the number of KV heads ``g``, a divisor of ``num_heads``. None means ``num_heads``.
+        head_dim: channels of a query and key. None means ``hidden_size // num_heads``.
+        v_head_dim: channels of a value. None means ``head_dim``.
+        bias: True if the projections of q, k and v have a bias, or the names of the projections that have
+            one, as in ``("q_proj", "v_proj")``.
+        output_bias: True if the output projection has a bias. None means the same as ``bias``.
+        rope: the rotary position embedding. None means no rotation.
+        temperature: scales queries by their positions, after rope.
+        qk_norm: apply an RMS norm to each head of q and k, before rope (as in Qwen 3).
+        norm_after_rope: apply these norms after rope (as in HunYuan).
+        norm_eps: the epsilon of these norms.
+        sinks: add a learned sink logit for each head (as in gpt-oss).
+        softcap: ``c`` in ``c * tanh(score / c)``. None means no softcap.
+        alibi: use ALiBi slopes (Press et al., 2021, arXiv 2108.12409) instead of rotary positions.
+        scale: the factor of q·k. None means one over the square root of the channels of a key.
+        score: a function of indices that changes the score, made by :func:`score_mod`. Its tensors become
+            parameters and buffers of the layer.
+        dropout_p: the probability of dropping an attention weight, in training only.
+        context_parallel: shards sequences over ranks: x and the output have only this rank's tokens. It may
+            also be set later, as an attribute.
+        backend: selects the backend, as in :func:`attention`.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
         ValueError: ``num_kv_heads`` does not divide ``num_heads`` or another size does not fit, a number is

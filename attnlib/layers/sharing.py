@@ -25,7 +25,8 @@ def shared_angles(
     Layers with the same rope share one computation. Pass the arguments that the first layer is called with:
     ``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens``. ``kv`` may be any layer of a cache step.
 
-    >>> layers = [GroupedQueryAttention(64, 4, mask=CAUSAL, rope=Rope(16)) for _ in range(3)]
+    >>> options = {"mask": CAUSAL, "rope": Rope(16)}
+    >>> layers = [GroupedQueryAttention(64, 4, **options) for _ in range(3)]
     >>> x = torch.randn(2, 9, 64)
     >>> for layer, angles in zip(layers, shared_angles(layers, x)):
     ...     x = x + layer(x, angles=angles)

@@ -303,7 +303,9 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
         TraceError: the function does something that a kernel cannot do; the message names the line.
 
     >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
-    >>> mask = CAUSAL & mask_mod(lambda b, h, i, j, document: document[b, i] == document[b, j], documents)
+    >>> def same(b, h, i, j, documents):
+    ...     return documents[b, i] == documents[b, j]
+    >>> mask = CAUSAL & mask_mod(same, documents)
     >>> print(mask.program)
     def mask(b, h, i, j, first, t0: int32[2]):
         x0 = load(t0, b, i)

@@ -175,7 +175,8 @@ Shape = GroupedShape | LatentShape
 def prefill_flops(shape: Shape, length: int) -> int:
     """Return the FLOPs of one layer for a causal prompt of ``length`` tokens.
 
-    >>> prefill_flops(GroupedShape(hidden_size=64, num_heads=4, num_kv_heads=1, head_dim=16), 3)
+    >>> shape = GroupedShape(hidden_size=64, num_heads=4, num_kv_heads=1, head_dim=16)
+    >>> prefill_flops(shape, 3)
     62976
     """
     return 2 * (length * shape.weights + _visible_pairs(length, shape.window) * shape.prompt_pair)

@@ -45,7 +45,8 @@ def largest_batch(
     While a windowed cache grows, it may need one page more than at the end, since a step allocates a new page
     before it frees an old one. If ``ranks`` ranks share a cache, ``memory`` is the memory of one rank.
 
-    >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
+    >>> layout = KVLayout.latent(512, 64, dtype=torch.bfloat16)
+    >>> largest_batch([layout], 2**20, context=100, page_size=64)
     7
     """
     if context < 1:
@@ -62,7 +63,8 @@ def longest_context(
     None means that there is no limit, which is possible only if every layer has a window. This is the inverse
     of :func:`largest_batch`. If ``ranks`` ranks share a cache, ``memory`` is the memory of one rank.
 
-    >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
+    >>> layout = KVLayout.latent(512, 64, dtype=torch.bfloat16)
+    >>> longest_context([layout], 2**20, batch=2, page_size=64)
     448
     """
     if batch < 1:

@@ -53,7 +53,8 @@ def mha_to_gqa(
             of heads, or the layer has an option that conversion does not support.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
-    >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
+    >>> calibration = Calibration.of([torch.randn(100, 64)])
+    >>> mha_to_gqa(layer, 2, calibration=calibration).kv_layout.heads
     2
     """
     check_grouped(layer)

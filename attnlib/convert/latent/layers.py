@@ -65,7 +65,8 @@ def gqa_to_mla(
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=4, mask=CAUSAL, rope=Rope(8))
     >>> x = torch.randn(1, 9, 64)
     >>> torch.testing.assert_close(gqa_to_mla(layer)(x), layer(x))
-    >>> gqa_to_mla(layer, 32, rope_dim=8, calibration=Calibration.of([x])).kv_layout.token_bytes
+    >>> smaller = gqa_to_mla(layer, 32, rope_dim=8, calibration=Calibration.of([x]))
+    >>> smaller.kv_layout.token_bytes
     160
     """
     check_latent(layer)

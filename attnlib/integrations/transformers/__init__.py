@@ -70,7 +70,8 @@ def from_config(
         ValueError: the weights do not belong to such a layer.
 
     >>> from transformers import LlamaConfig
-    >>> from_config(LlamaConfig(hidden_size=32, num_attention_heads=4), device="meta").num_heads
+    >>> config = LlamaConfig(hidden_size=32, num_attention_heads=4)
+    >>> from_config(config, device="meta").num_heads
     4
     """
     return layer_from(config, layer_index, part, weights, {"device": device, "dtype": dtype})
