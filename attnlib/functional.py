@@ -80,7 +80,7 @@ def attention(
         q_descale: positive fp32 ``[b, h]``, the factor of an e4m3 q for each sequence and head.
         k_descale: positive fp32 ``[b, g]``, the same for k.
         v_descale: positive fp32 ``[b, g]``, the same for v.
-        backend: ``"torch"``, ``"triton"``, ``"triton:plain"`` (only generic kernels) or ``"reference"``, to
+        backend: ``"torch"``, ``"triton"``, ``"triton:generic"`` (only generic kernels) or ``"reference"``, to
             run on this backend or raise an error. None selects one. ``"strict"`` selects one too, and raises
             an error if the call would be slow.
 
