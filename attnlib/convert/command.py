@@ -30,7 +30,7 @@ from .text.tokens import read_text
 from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
-MISREAD = ("LinearScaling", "Llama3Scaling")
+MISREAD = ("Linear", "Llama3")
 EPILOG = """\
 exit codes: 0 done; 1 the result cannot be written; 2 wrong request; 3 the checkpoint cannot be converted;
 4 the result failed verification; 5 no space left; 130 interrupted. docs/conversion_commands.md has the

@@ -175,7 +175,10 @@ def _to_mla(
             model.checkpoint.config, arguments.rank, calibrations=calibrations, device=device(), **options
         )
         scaling = rope_of(model.checkpoint.config).scaling
-    reported = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
+    reported = {
+        "rank": arguments.rank,
+        "rope_scaling": None if scaling is None else type(scaling).__name__.removesuffix("Scaling"),
+    }
     return _refusing(made), reported | options
 
 

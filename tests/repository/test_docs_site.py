@@ -26,7 +26,7 @@ REFERENCE = [
     page for page in PAGES if page.parent.name == "api" and page.stem != "compat"
 ]  # where arguments are ours
 ARGUMENTS = runpy.run_path(str(DOCS / "site/arguments.py"))
-WIDE = ("conversion.md", "sizes.md")  # pages with code that is still wider than the column
+WIDE = ()  # pages with code that is still wider than the column
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 OPEN = (
     "masks",
