@@ -1,4 +1,4 @@
-"""The README's example, and the examples in docstrings, run and print what they say."""
+"""The README's examples, and the examples in docstrings, run and print what they say."""
 
 import doctest
 import importlib
@@ -21,7 +21,28 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/masks.md", "docs/transformers.md", "docs/migration.md"])
+def test_each_example_of_the_readme_runs_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readme_fits_a_page():
+    """At most 120 lines of 120 columns, code of 88, and table cells of 12 words."""
+    page = (ROOT / "README.md").read_text()
+    lines = page.splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 120
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert max(len(line) for block in code for line in block.splitlines()) <= 88
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert max(len(cell.split()) for cell in cells) <= 12
+
+
+@pytest.mark.parametrize("page", ["docs/masks.md", "docs/transformers.md", "docs/migration.md"])
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks, known = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), {}
