@@ -29,7 +29,7 @@ MADE = {".ci", ".gitignore", "PKG-INFO"}  # .ci pins what `make test` installs; 
 WITHOUT_TRITON = """
 import re, sys
 sys.modules["triton"] = None  # importing it raises ImportError
-for example in re.findall(r"```python\\n(.*?)```", open(sys.argv[1]).read(), re.DOTALL)[:2]:
+for example in re.findall(r"```python\\n(.*?)```", open(sys.argv[1]).read(), re.DOTALL):
     exec(example)
 """
 
@@ -103,4 +103,4 @@ def test_the_readmes_first_examples_run_without_triton():
     command = [sys.executable, "-c", WITHOUT_TRITON, "README.md"]
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert "bytes hold" in ran.stdout
+    assert "bytes per token" in ran.stdout
