@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnlib
 from attnlib import FULL, GroupedQueryAttention, MultiHeadLatentAttention, sizes, sliding
+from attnlib.dispatch.select import select
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUICKSTART, LAYERS, GLOSSARY, FAQ = (
@@ -46,6 +48,16 @@ def is_shown(expected: str, output: str) -> bool:
 def test_a_block_of_the_faq_runs_by_itself_and_prints_what_it_shows(block):
     code, expected = block
     assert is_shown(expected, printed(code, {"__name__": "page"}))
+
+
+def test_the_faq_quotes_the_warning_of_a_slow_call():
+    q = torch.zeros(1, 9, 64, 8, device="meta").mT
+    spec = attnlib.explain(
+        attnlib.attention, q, torch.zeros(1, 9, 8, 64, device="meta"), q.contiguous(), mask=FULL
+    ).spec
+    with pytest.warns(attnlib.SlowPathWarning) as caught:
+        select(spec._replace(device="cuda", arch=80))
+    assert f"`{caught[0].message}`" in " ".join(FAQ.split())
 
 
 def test_the_quickstart_prints_what_it_shows():
