@@ -220,7 +220,7 @@ def _tokens(build: CachedBuild, *sizes: int) -> Tensor:
 
 def _view(build: CachedBuild) -> KVView:
     layer, computed = build.layer, "bf16" if build.dtype == "fp8" else build.dtype
-    dtypes = {"dtype": DTYPES[computed], "store": DTYPES[build.store]}
+    dtypes = {"dtype": DTYPES[computed], "storage_dtype": DTYPES[build.store]}
     if layer.latent:
         kept = KVLayout.latent(layer.key, layer.value, **dtypes)
     else:
