@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 UNITS = MappingProxyType(
     {"": 1, "B": 1}
-    | {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}
-    | {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", 1)}
+    | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
+    | {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 )
 
 

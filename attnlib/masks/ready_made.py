@@ -25,7 +25,7 @@ def documents(numbers: Tensor) -> MaskFunction:
     ignored.
 
     >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) & CAUSAL
-    MaskFunction(band=Mask(left=None, right=0, prefix=0), ...
+    MaskFunction(band=CAUSAL, ...
     """
     _check("numbers", numbers, 2)
     return replace(mask_mod(lambda b, h, i, j, number: number[b, i] == number[b, j], numbers), dims=("bT",))
@@ -73,7 +73,7 @@ def global_tokens(count: int) -> MaskFunction:
     Combined with a window, this is Longformer attention (Beltagy et al., 2020, arXiv 2004.05150).
 
     >>> (sliding(256) | global_tokens(4)).band
-    Mask(left=None, right=None, prefix=0)
+    FULL
     """
     check_count("count", count, least=1)
     return mask_mod(lambda b, h, i, j: (i < count) | (j < count))

@@ -41,7 +41,7 @@ class Rope:
         ValueError: ``dim`` is odd or not positive, or ``theta`` is not positive and finite, or is too small
             for the scaling.
 
-    >>> llama3 = Llama3(8.0, 1.0, 4.0, original_max_position=8192)
+    >>> llama3 = attnlib.scaling.Llama3Scaling(8.0, 1.0, 4.0, original_max_position=8192)
     >>> rope = Rope(dim=64, theta=500_000.0, scaling=llama3)
     >>> rope.angles(torch.arange(10)).convention
     'half:64'

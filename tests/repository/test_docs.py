@@ -54,7 +54,9 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     torch.manual_seed(0)
-    known = {"torch": torch} | {public: getattr(attnlib, public) for public in attnlib.__all__}
+    known = {"attnlib": attnlib, "torch": torch} | {
+        public: getattr(attnlib, public) for public in attnlib.__all__
+    }
     module = importlib.import_module(name)
     result = doctest.testmod(
         module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -114,9 +116,7 @@ def test_the_tour_says_where_a_feature_goes():
 
 
 def test_a_planted_untruth_of_the_tour_is_found():
-    true = (
-        "| x | `__init__.py`, `rope/__init__.py`, `rope/rope.py`, `rope/scaling.py`, `scaling.py` | `YaRN` |"
-    )
+    true = "| x | `rope/__init__.py`, `rope/rope.py`, `rope/scaling.py`, `scaling.py` | `YaRNScaling` |"
     rows = [
         true.replace("rope", "mask"),
         true.replace("`rope/rope.py`, ", ""),

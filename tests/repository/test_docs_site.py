@@ -26,7 +26,7 @@ REFERENCE = [
     page for page in PAGES if page.parent.name == "api" and page.stem != "compat"
 ]  # where arguments are ours
 ARGUMENTS = runpy.run_path(str(DOCS / "site/arguments.py"))
-WIDE = ()  # pages with code that is still wider than the column
+WIDE = ("examples.md", "sizes.md")  # pages that show output of programs as it is
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 OPEN = (
     "masks",
