@@ -84,8 +84,8 @@ def test_the_index_names_every_recipe_once_and_in_order():
 
 def test_the_readme_counts_the_recipes():
     text = (PAGES.parents[1] / "README.md").read_text()
-    for count in re.findall(r"(\d+) (?:more )?recipes", text):
-        assert int(count) == len(RECIPES)
+    for number in re.findall(r"(\d+) (?:more )?recipes", text):
+        assert int(number) == len(RECIPES)
 
 
 def test_links_of_the_pages_lead_somewhere():
