@@ -1,9 +1,12 @@
 """Convert padding masks, position ids and nested tensors to attnlib's arguments."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from .internal.checks import is_recorded, is_strided, refuse_tensor
+from .internal.checks import are_checks_on, is_recorded, is_strided, refuse_tensor
 from .internal.padding import are_holed, edges_of
 from .internal.signatures import kind
 
@@ -68,6 +71,38 @@ def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 @kind
+def last_rows(cu_seqlens: Tensor) -> Tensor:
+    """Return the index of the last row of each packed sequence, from ``cu_seqlens`` ``[n + 1]``.
+
+    The result is int64 ``[n]``. For packed x ``[t, m]``, ``x[last_rows(cu_seqlens)]`` is ``[n, m]``. To
+    sample the next token of each sequence, only these rows have to go through the output projection. In a
+    packed cache step, the offsets are ``kv.view().cu_seqlens_q`` of any layer.
+
+    The result is computed on the device of the offsets, and the host does not wait for it. An empty sequence
+    has no last row and raises an error. On a GPU this is checked only with ``ATTNLIB_CHECK=1``, and within
+    torch.compile it is never checked. Unchecked, the entry of an empty sequence is the last row of the
+    sequence before it, or -1 if there is none.
+
+    Raises:
+        TypeError: ``cu_seqlens`` is not a tensor of int32 or int64.
+        ValueError: ``cu_seqlens`` is not ``[n + 1]``, or a sequence is empty.
+
+    >>> last_rows(torch.tensor([0, 5, 8, 20], dtype=torch.int32))
+    tensor([ 4,  7, 19])
+    """
+    if not is_strided(cu_seqlens):
+        refuse_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected int32 or int64 offsets, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected offsets [n + 1], got {tuple(cu_seqlens.shape)}")
+    is_on_host = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu and not is_recorded(cu_seqlens)
+    if is_on_host or are_checks_on(cu_seqlens):
+        _check_none_is_empty(cu_seqlens.tolist())
+    return cu_seqlens[1:].long() - 1
+
+
+@kind
 def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return the packed rows, the ``cu_seqlens`` and the longest length of a jagged NestedTensor.
 
@@ -106,3 +141,12 @@ def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
         if not is_strided(given):
             refuse_tensor(name, given)
     return torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long())
+
+
+def _check_none_is_empty(offsets: Sequence[int]) -> None:
+    for number, (start, end) in enumerate(pairwise(offsets)):
+        if end <= start:
+            raise ValueError(
+                f"cu_seqlens: expected at least one row in each sequence, got {end - start} in sequence "
+                f"{number}; leave empty sequences out"
+            )

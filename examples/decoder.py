@@ -94,11 +94,13 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Return the logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
 
         Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]`` or
         ``[t]``) default to the cache's positions, or without a cache to each token's index in its sequence.
+        With ``rows`` ``[n]``, return logits ``[n, vocab]`` after these packed tokens only.
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]
@@ -106,4 +108,5 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             kv = None if caches is None else caches[i]
             x = block(x, kv=kv, angles=angles[i], cu_seqlens=cu_seqlens)
+        x = x if rows is None else x[rows]
         return self.lm_head(self.norm(x))

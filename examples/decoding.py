@@ -12,8 +12,7 @@ import torch
 from decoder import Decoder
 from torch import Tensor
 
-from attnlib import KVCache
-from attnlib.cache.pages import SequenceHandle
+from attnlib import KVCache, SequenceHandle, packing
 
 # Two tokens are tied if their logits differ by less than this fraction of the largest logit. Decoding with
 # and without a cache sums in different orders, so rounding may decide such ties differently.
@@ -44,9 +43,9 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[
     handles = cache.admit(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     with cache.step(dict(zip(handles, lengths, strict=True))) as layers:
-        logits = model(torch.cat(list(prompts)), caches=layers)
-    last = torch.tensor(lengths, device=logits.device).cumsum(0) - 1
-    return handles, logits[last]
+        last = packing.last_rows(layers[0].view().cu_seqlens_q)
+        logits = model(torch.cat(list(prompts)), caches=layers, rows=last)
+    return handles, logits
 
 
 @torch.no_grad()
@@ -92,8 +91,9 @@ def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tu
     """
     sequences, chosen, all_logits = list(prompts), [], []
     for _ in range(steps):
-        ends = torch.tensor([0, *map(len, sequences)], dtype=torch.int32, device=prompts[0].device).cumsum(0)
-        logits = model(torch.cat(sequences), cu_seqlens=ends.int())[ends[1:] - 1]
+        lengths = torch.tensor([0, *map(len, sequences)], device=prompts[0].device)
+        cu_seqlens = lengths.cumsum(0, dtype=torch.int32)
+        logits = model(torch.cat(sequences), cu_seqlens=cu_seqlens, rows=packing.last_rows(cu_seqlens))
         tokens = greedy(logits)
         sequences = [
             torch.cat((sequence, token[None])) for sequence, token in zip(sequences, tokens, strict=True)

@@ -10,6 +10,7 @@ from decoder import Decoder
 from scheduler import Request, Scheduler, Stream
 from tqdm import tqdm
 
+from attnlib import packing
 from attnlib.sizes import cache_bytes
 
 
@@ -58,10 +59,10 @@ def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, 
         plan, likeliest = scheduler.plan(), []
         if plan:
             chunks = [stream.text[(at := scheduler.stored(stream)) : at + n] for stream, n in plan.items()]
+            tokens = torch.tensor(sum(chunks, []), device=device)  # noqa: RUF017
             with cache.step({stream.handle: n for stream, n in plan.items()}) as layers:
-                logits = model(torch.tensor(sum(chunks, []), device=device), caches=layers)  # noqa: RUF017
-            last = torch.tensor(list(plan.values()), device=device).cumsum(0) - 1
-            likeliest = logits[last].argmax(-1).tolist()
+                last = packing.last_rows(layers[0].view().cu_seqlens_q)
+                likeliest = model(tokens, caches=layers, rows=last).argmax(-1).tolist()
         samples.append(measure(scheduler, sum(plan.values())))
         bar.update(len(scheduler.advance(plan, likeliest)))
     bar.close()

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib import CAUSAL, FULL, attention, varlen_attention
+from attnlib import CAUSAL, FULL, GroupedQueryAttention, KVCache, attention, varlen_attention
 from attnlib.internal.padding import edges_of
 from attnlib.masks.ready_made import mask_tensor
-from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
+from attnlib.packing import bounds_of, from_jagged, from_position_ids, last_rows, to_jagged
 
 
 @given(
@@ -79,6 +79,67 @@ def test_what_are_no_positions_is_refused():
         from_position_ids(torch.ones(3))
     with pytest.raises(TypeError, match="position_ids: expected a"):
         from_position_ids([0, 1])
+
+
+@given(st.lists(st.integers(1, 5), max_size=5), st.sampled_from([torch.int32, torch.int64]))
+def test_last_rows_are_those_of_each_sequence_alone(lengths, dtype):
+    x = torch.arange(sum(lengths))
+    cu_seqlens = torch.tensor([0, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
+    rows = last_rows(cu_seqlens)
+    assert rows.dtype == torch.int64
+    assert x[rows].tolist() == [int(part[-1]) for part in x.split(lengths)]
+
+
+def test_last_rows_of_a_cache_step():
+    layer = GroupedQueryAttention(16, 2, mask=CAUSAL)
+    cache = KVCache.paged([layer.kv_layout], pages=8, page_size=4, max_sequences=3)
+    lengths, x = (5, 1, 3), torch.randn(9, 16)
+    with torch.no_grad(), cache.step(dict(zip(cache.admit(3), lengths, strict=True))) as (kv,):
+        y = layer(x, kv=kv)[last_rows(kv.view().cu_seqlens_q)]
+        alone = [layer(part[None])[0, -1] for part in x.split(lengths)]
+    torch.testing.assert_close(y, torch.stack(alone))
+
+
+def test_a_compiler_finds_last_rows_for_any_number_of_sequences():
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda x, offsets: x[last_rows(offsets)], fullgraph=True, dynamic=True, backend=counter
+    )
+    for offsets in ([0, 2, 6], [0, 1, 4, 5], [0, 3, 4, 5, 9]):
+        x = torch.randn(offsets[-1], 4)
+        assert torch.equal(
+            compiled(x, torch.tensor(offsets, dtype=torch.int32)), x[[n - 1 for n in offsets[1:]]]
+        )
+    assert counter.frame_count == 1
+
+
+def test_last_rows_have_a_shape_without_values():
+    assert last_rows(torch.empty(4, dtype=torch.int32, device="meta")).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "got"), [([0, 3, 3, 5], "0 in sequence 1"), ([0, 4, 3], "-1 in sequence 1")]
+)
+def test_a_sequence_without_a_last_row_is_named(offsets, got):
+    with pytest.raises(
+        ValueError, match=f"cu_seqlens: expected at least one row in each sequence, got {got};"
+    ):
+        last_rows(torch.tensor(offsets))
+
+
+def test_a_compiler_does_not_read_the_offsets():
+    compiled = torch.compile(last_rows, fullgraph=True, backend="eager")
+    assert compiled(torch.tensor([0, 0, 3, 3, 5])).tolist() == [-1, 2, 2, 4]
+
+
+def test_what_are_no_offsets_is_refused():
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected int32 or int64 offsets, got torch.float32"):
+        last_rows(torch.ones(3))
+    with pytest.raises(TypeError, match="cu_seqlens: expected a tensor, got list"):
+        last_rows([0, 3])
+    for shape in ((0,), (2, 3), ()):
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected offsets \[n \+ 1\], got"):
+            last_rows(torch.ones(shape, dtype=torch.int32))
 
 
 def jagged(*lengths, heads=2):
