@@ -158,7 +158,7 @@ def _preferred(spec: AttentionSpec, name: str | None) -> Backend:
             if name == "strict" or spec.device == "cuda":
                 _refuse_or_warn(known, spec, strict=name == "strict")
             return backend_of(known)
-    raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
+    raise NotImplementedError(f"no backend can run this call:\n{explanation(spec, None)}")
 
 
 def backend_of(name: str) -> Backend:

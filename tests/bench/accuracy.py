@@ -67,8 +67,8 @@ def rows() -> Iterator[str]:
         for stored, store in STORES.items():
             # What is computed with is fp32, so that it is storing alone that is measured; bf16 computes in
             # bf16.
-            layout = make(*sizes, dtype=torch.float32 if store else torch.bfloat16, store=store)
-            size = make(*sizes, dtype=torch.bfloat16, store=store).token_bytes
+            layout = make(*sizes, dtype=torch.float32 if store else torch.bfloat16, storage_dtype=store)
+            size = make(*sizes, dtype=torch.bfloat16, storage_dtype=store).token_bytes
             errors = " | ".join(f"{error(layout, draw):.1e}" for draw in (normal, outliers, heavy))
             yield f"| {name}, {stored} | {size} | {errors} |"
 

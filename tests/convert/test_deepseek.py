@@ -321,7 +321,7 @@ LONG = {
 
 @pytest.mark.parametrize(
     ("kind", "options", "name"),
-    [("dynamic", {"factor": 2.0}, "DynamicNTKScaling"), ("longrope", LONG, "LongRoPE")],
+    [("dynamic", {"factor": 2.0}, "DynamicNTKScaling"), ("longrope", LONG, "LongRoPEScaling")],
 )
 def test_ropes_of_another_form_are_refused(tmp_path, kind, options, name):
     source_of(tmp_path / "in", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | options)

@@ -28,12 +28,12 @@ def test_a_token_does_not_see_later_ones(model):
     torch.testing.assert_close(model(TOKENS)[:, :5], model(TOKENS[:, :5]))
 
 
-def test_positions_and_angles_say_the_same(model):
+def test_positions_are_those_of_every_row(model):
     positions = torch.arange(9)
-    its_rope = model.blocks[0].attention.rope
     expected = model(TOKENS, positions=positions.expand(2, -1))
     torch.testing.assert_close(model(TOKENS), expected)
-    torch.testing.assert_close(model(TOKENS, positions=its_rope.angles(positions)), expected)
+    torch.testing.assert_close(model(TOKENS, positions=positions), expected)
+    torch.testing.assert_close(model(TOKENS), expected)
     assert not torch.allclose(model(TOKENS, positions=3 * positions.expand(2, -1)), expected)
 
 

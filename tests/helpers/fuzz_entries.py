@@ -222,7 +222,7 @@ def cached_is_right(call):
 
 def over_cache(name):
     call = getattr(attnlib, name)
-    words = ("no backend can run this call\ncached attention", "q_descale")  # a gradient is asked for
+    words = ("no backend can run this call", "q_descale")  # a gradient is asked for
     return Entry(
         lambda target, **a: call(**a),
         cached,
@@ -286,7 +286,7 @@ ATTENTION = {
             "mask": CAUSAL,
         },
         descales_are_legal,
-        words=("no backend can run this call\ndense attention",),  # a gradient is asked for
+        words=("no backend can run this call",),  # a gradient is asked for
     ),
     "quantize_fp8": a_call(
         attnlib.quantize_fp8,

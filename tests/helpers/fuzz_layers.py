@@ -107,20 +107,36 @@ def is_some_x(x, rank):
 
 
 def positions_are_legal(positions, *shapes):
-    """None, or integers or angles of the layer's rope, for tokens of one of these shapes."""
-    if is_angles(positions):
-        lead, width = positions.cos.shape[:-1], 2 * positions.cos.shape[-1]
-        mine = positions.cos.device.type == "cpu" and (positions.interleaved, width) == (False, 4)
-        return mine and tuple(lead) in shapes
+    """None, or integers for tokens of one of these shapes."""
     whole = (torch.int8, torch.int32, torch.int64)
     return positions is None or (is_tensor(positions, *whole) and tuple(positions.shape) in shapes)
+
+
+def angles_are_legal(angles, *shapes):
+    """None, or angles of the layer's rope, for tokens of one of these shapes."""
+    if angles is None:
+        return True
+    if not is_angles(angles):
+        return False
+    lead, width = angles.cos.shape[:-1], 2 * angles.cos.shape[-1]
+    mine = angles.cos.device.type == "cpu" and (angles.interleaved, width) == (False, 4)
+    return mine and tuple(lead) in shapes
+
+
+def mask_is_legal(mask, *shape):
+    """None, or bools or integers of this shape."""
+    return mask is None or (
+        is_tensor(mask) and not (mask.is_floating_point() or mask.is_complex()) and tuple(mask.shape) == shape
+    )
 
 
 def dense_is_legal(layer, a):
     if not is_some_x(a["x"], 3) or any(a[name] is not None for name in ("context", "kv", "cu_seqlens")):
         return False
     (b, s, _), positions = a["x"].shape, a["positions"]
-    return positions_are_legal(positions, (s,), (1, s), (b, s)) and not begin_again(positions)
+    shapes = (s,), (1, s), (b, s)
+    others = angles_are_legal(a.get("angles"), *shapes) and mask_is_legal(a.get("attention_mask"), b, s)
+    return others and positions_are_legal(positions, *shapes) and not begin_again(positions)
 
 
 def begin_again(positions):
@@ -191,14 +207,21 @@ def forwards():
 
     sharing = next(layer for _, layer in layers())
     yield "shared_angles", Entry(
-        lambda layer, x, **a: layer(x, **a | {"positions": shared_angles([layer], x, **a)[0]}),
+        lambda layer, x, **a: layer(
+            x, kv=a["kv"], cu_seqlens=a["cu_seqlens"], angles=shared_angles([layer], x, **a)[0]
+        ),
         lambda _: {"x": X, "kv": None, "positions": torch.arange(3), "cu_seqlens": None},
         lambda layer, a: dense_is_legal(layer, a | {"context": None}),
         lambda layer, args, out: is_that_of_the_definition(layer, args | {"context": None}, out),
         lambda: sharing, words,
     )  # fmt: skip
     for name, layer in layers():
-        yield f"{name}.forward", entry(layer, {"positions": torch.arange(3)}, dense_is_legal)
+        yield (
+            f"{name}.forward",
+            entry(
+                layer, {"positions": torch.arange(3), "angles": None, "attention_mask": None}, dense_is_legal
+            ),
+        )
         yield (
             f"{name}.forward, packed",
             entry(layer, {"x": X[0], "cu_seqlens": ints(0, 1, 3)}, packed_is_legal),

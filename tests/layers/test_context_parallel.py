@@ -218,8 +218,8 @@ def test_tokens_are_where_they_are_in_the_whole(cu):
     x = X if cu is None else X[0]
     options = {} if cu is None else {"cu_seqlens": torch.tensor(cu, dtype=torch.int32)}
     at = torch.arange(8, 16) - (0 if cu is None else 5)
-    for positions in (None, at, *shared_angles([layer], x, **options)):
-        layer(x, positions=positions, **options)
+    for given in ({}, {"positions": at}, {"angles": shared_angles([layer], x, **options)[0]}):
+        layer(x, **given, **options)
         ranks.append(layer.context_parallel.asked[-1][0].q)
     assert all(torch.equal(q, ranks[0]) for q in ranks)
     layer.context_parallel = None

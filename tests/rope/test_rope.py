@@ -205,7 +205,7 @@ def test_frequencies_are_the_same_on_a_gpu(rule):
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(attnlib.rope.rope)
+    result = doctest.testmod(attnlib.rope.rope, extraglobs={"attnlib": attnlib})
     assert result.attempted > 0
     assert result.failed == 0
 

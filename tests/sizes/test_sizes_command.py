@@ -59,7 +59,7 @@ def test_the_table_says_what_the_rows_say(capsys):
     options = ["--context", "1600,4k", "--batch", "3", "--store", "fp8", "--chip", "h100", "--memory", "16"]
     assert main(["sizes", "--model", "gpt-oss-20b", *options, "--weights", "12.5"]) == 0
     text = capsys.readouterr().out
-    setting = {"contexts": (1600, 4096), "batches": (3,), "store": float8_e4m3fn, "memory": 2**34}
+    setting = {"contexts": (1600, 4096), "batches": (3,), "storage_dtype": float8_e4m3fn, "memory": 2**34}
     setting["weights"] = 25 * 2**29
     expected = rows(variants(model("gpt-oss-20b")), Setting(**setting, chip=CHIPS[1]))
     reads, bounds, fits = (cells(text, title) for title in ("bytes read", "bound", "limits"))

@@ -181,7 +181,7 @@ def test_explain_prints_both_calls_and_the_merge():
     assert (named.chosen, named.shared.chosen) == ("reference", "reference")
     alone = explain(cached_attention, q, replace(view), mask=CAUSAL)
     assert (alone.chosen, alone.shared) == ("torch", None)
-    assert str(alone).startswith("cached attention: ")
+    assert str(alone).startswith("cached attention\n")
 
 
 @pytest.mark.parametrize("q", [None, torch.zeros(HEADS), torch.zeros(2, 1, HEADS, 4).to_sparse()], ids=repr)
