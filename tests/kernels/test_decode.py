@@ -405,7 +405,7 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
-    assert not tma(replace(wide, tail=20), 64)
+    assert not tma(replace(wide, rope_dim=20), 64)
     # A contiguous cache has an odd number of tokens here, and so scales between 16 bytes.
     assert [tma(replace(wide, storage_dtype=torch.int8), page_size) for page_size in (16, 64, None)] == [
         False,

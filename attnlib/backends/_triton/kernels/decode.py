@@ -54,7 +54,7 @@ def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
-    q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr,
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr,
     cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, states_ptr,
     runs_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, mask_tensors, score_tensors, stride_qb,
     stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg, stride_vp,
@@ -108,7 +108,7 @@ def decode(
     k_ptr, v_ptr = k_ptr + kv_head * stride_kg, v_ptr + kv_head * stride_vg
     keys, values = (pairs_at(k_ptr), pairs_at(v_ptr)) if PAIRS else (k_ptr, v_ptr)
     k_rows = Rows(keys, stride_kp // PER, stride_kt // PER, stride_kg, k_desc)
-    tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
+    tail_rows = Rows(k_rope_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
     v_rows = Rows(None if LATENT else values, stride_vp // PER, stride_vt // PER, stride_vg)
     SCALED: tl.constexpr = k_scale_ptr is not None
     k_scale = Rows(k_scale_ptr + kv_head * stride_ksg if SCALED else None, stride_ksp, stride_kst, stride_ksg)
@@ -127,7 +127,7 @@ def decode(
     q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
     queries = ChannelBlocks(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
     if SCALED and q.dtype != tl.float32:
-        queries, gain = in_range(queries, k_tail_ptr.dtype.element_ty if LATENT and D_TAIL else tl.float16)
+        queries, gain = in_range(queries, k_rope_ptr.dtype.element_ty if LATENT and D_TAIL else tl.float16)
         scale *= descaled(gain, q_descale_ptr, known * (KV_HEADS * group) + head, sequence, batch)[:, None]
     queries = halved(queries) if PAIRS else QueryFactors(queries.main, queries.main, queries.tail)
     slope = (
