@@ -241,8 +241,9 @@ def cached_attention(
 
     The result is ``[..., h, e]``. ``kv`` is the view that a cache's ``append`` returns. The queries are the
     last tokens of each sequence. Over a latent (MLA) cache q is ``[latent | rope]``, and the latent is also
-    the value. There is no backward. q may be float8_e4m3fn over a cache that stores float8_e4m3fn and
-    computes in bf16; then ``q_descale`` is fp32 ``[b, h]``, with one row for each sequence.
+    the value. ``scale=None`` means ``d ** -0.5`` for q's width d, also over latents: an absorbed layer passes
+    the scale of its heads. There is no backward. q may be float8_e4m3fn over a cache that stores
+    float8_e4m3fn and computes in bf16; then ``q_descale`` is fp32 ``[b, h]``, with one row for each sequence.
 
     Raises:
         NotImplementedError: a gradient is needed.

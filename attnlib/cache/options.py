@@ -178,7 +178,10 @@ def _windows(layouts: Sequence[KVLayout]) -> list[Window]:
         )
     for layout in layouts:
         if not isinstance(layout, KVLayout):
-            raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")
+            remedy = "; pass its kv_layout" if hasattr(layout, "kv_layout") else ""
+            raise TypeError(
+                f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}{remedy}"
+            )
     if not layouts:
         raise ValueError("layouts: expected one KVLayout for each layer, got none")
     return list(dict.fromkeys(layout.window_class for layout in layouts))

@@ -146,7 +146,8 @@ class Sequences:
             )
         if not isinstance(tokens, Mapping):
             raise TypeError(
-                f"tokens: expected an int or a mapping of handles to ints, got {type(tokens).__name__}"
+                f"tokens: expected an int or a mapping of handles to ints, got {type(tokens).__name__}; pass "
+                "dict(zip(handles, counts))"
             )
         holdings = [self.holding(handle) for handle in tokens]
         for n in tokens.values():

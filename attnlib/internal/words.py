@@ -6,6 +6,7 @@ PADDING = "key_starts= and key_ends= from attnlib.packing.bounds_of({})"
 BOOLS = "for a bool mask [b|1, h|1, s, t] use mask=attnlib.masks.mask_tensor(shown)"
 ADDED = "for one that is added to scores use score=attnlib.scores.bias_tensor(bias)"
 MADE = "pass {} to the constructor of the layer"
+UNSTORED = "attention weights are never stored; the cookbook computes them in plain torch"
 
 # Each row lists argument names of other libraries, then pairs: required arguments, and a remedy. A remedy
 # applies to callables that take all of its required arguments; the first remedy that applies is used. Some
@@ -97,8 +98,8 @@ ROWS = (
     ),
     (
         "need_weights average_attn_weights output_attentions return_weights return_attn_probs",
-        ("mask", "there are none: attention weights are never stored"),
-        ("query", "there are none: attention weights are never stored"),
+        ("mask", f"there are none: {UNSTORED}"),
+        ("query", f"there are none: {UNSTORED}"),
     ),
     (
         "return_lse return_softmax_lse",

@@ -315,7 +315,10 @@ class GroupedQueryAttention(nn.Module):
 
 
 class MultiHeadAttention(GroupedQueryAttention):
-    """Grouped-query attention with one KV head for each query head (Vaswani et al., 2017)."""
+    """Grouped-query attention with one KV head for each query head (Vaswani et al., 2017).
+
+    Takes the arguments of :class:`attnlib.GroupedQueryAttention`, of which ``num_kv_heads`` may be left out.
+    """
 
     @staticmethod
     def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
@@ -327,7 +330,10 @@ class MultiHeadAttention(GroupedQueryAttention):
 
 
 class MultiQueryAttention(GroupedQueryAttention):
-    """Grouped-query attention with a single KV head (Shazeer, 2019, arXiv 1911.02150)."""
+    """Grouped-query attention with a single KV head (Shazeer, 2019, arXiv 1911.02150).
+
+    Takes the arguments of :class:`attnlib.GroupedQueryAttention`, of which ``num_kv_heads`` may be left out.
+    """
 
     @staticmethod
     def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:

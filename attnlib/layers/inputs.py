@@ -219,14 +219,18 @@ def _check_context(context: Tensor, x: Tensor, hidden_size: int, projection: nn.
 def _check_types(given: Inputs) -> None:
     context, kv, positions, angles = given.context, given.kv, given.positions, given.angles
     if context is not None and not isinstance(context, Tensor | KVView):
-        raise TypeError(f"context: expected a tensor [b, t, m] or a KVView, got {type(context).__name__}")
-    if kv is not None and not isinstance(kv, LayerCache):
-        raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
+        remedy = "; pass kv.view()" if isinstance(context, LayerCache) else ""
+        got = f"{type(context).__name__}{remedy}"
+        raise TypeError(f"context: expected a tensor [b, t, m] or a KVView, got {got}")
+    if kv is not None:
+        _check_is_layer_of_step(kv)
     if positions is not None and not isinstance(positions, Tensor):
         remedy = "; pass them as angles=" if isinstance(positions, Angles) else ""
         raise TypeError(f"positions: expected an integer tensor, got {type(positions).__name__}{remedy}")
     if angles is not None and not isinstance(angles, Angles):
-        raise TypeError(f"angles: expected Angles from rope.angles(positions), got {type(angles).__name__}")
+        several = "; shared_angles returns one for each layer" if isinstance(angles, list) else ""
+        got = f"{type(angles).__name__}{several}"
+        raise TypeError(f"angles: expected Angles from rope.angles(positions), got {got}")
 
 
 def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
@@ -249,10 +253,16 @@ def check_stored(
     if rope is not None:
         raise ValueError(UNRELATED)
     check_tokens("context", context, hidden_size, projection)
-    if not isinstance(kv, LayerCache):
-        raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
+    _check_is_layer_of_step(kv)
     _check_step("context", context, kv, projection)
     _check_autocast("kv", context, kv.layout)
+
+
+def _check_is_layer_of_step(kv: object) -> None:
+    if not isinstance(kv, LayerCache):
+        remedy = "; pass layers[i] for layer i" if isinstance(kv, tuple | list) else ""
+        got = f"{type(kv).__name__}{remedy}"
+        raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {got}")
 
 
 def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> None:

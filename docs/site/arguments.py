@@ -123,7 +123,10 @@ def list_arguments(app, what: str, name: str, x: object, options, lines: list[st
     docstring = "\n".join(lines) + "\n"
     own, tables = described_in(docstring), best_first(page.get("argument_tables", []), x)
     earlier = page.setdefault(f"described by a {what}", {}) if what != "method" else {}
-    lines[:] = with_arguments(docstring, x, descriptions(x, own, *tables, earlier)).splitlines()
+    bases = x.__mro__[1:-1] if inspect.isclass(x) else ()
+    inherited = [described_in(inspect.getdoc(base) or "") for base in bases]
+    sources = own, *inherited, *tables[:1], earlier, *tables[1:]
+    lines[:] = with_arguments(docstring, x, descriptions(x, *sources)).splitlines()
     earlier |= own
 
 
