@@ -31,6 +31,7 @@ Where to look next:
 """
 
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -135,7 +136,8 @@ __all__ = [
     "varlen_attention_with_lse",
 ]
 
-__getattr__ = module_getattr(__name__, _RENAMED, _SUBMODULES)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = module_getattr(__name__, _RENAMED, _SUBMODULES)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,10 @@ class KVLayout:
     storage_dtype: torch.dtype | None
     first_tokens: int = 0
 
-    __getattr__ = field_getattr({"store": "storage_dtype", "tail": "rope_dim", "keep_first": "first_tokens"})
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+        __getattr__ = field_getattr(
+            {"store": "storage_dtype", "tail": "rope_dim", "keep_first": "first_tokens"}
+        )
 
     @classmethod
     def grouped(
@@ -193,7 +196,8 @@ class KVView:
     route: "Route | None" = None
     check: InitVar[bool] = True
 
-    __getattr__ = field_getattr({"k_tail": "k_rope"})
+    if not TYPE_CHECKING:
+        __getattr__ = field_getattr({"k_tail": "k_rope"})
 
     def __post_init__(self, check: bool) -> None:
         if self.route is not None:

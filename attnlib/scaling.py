@@ -1,6 +1,7 @@
 """Rope scaling rules, under the public name ``attnlib.scaling``."""
 
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from .internal.renamed import module_getattr
 from .rope import DynamicNTKScaling as DynamicNTKScaling
@@ -14,4 +15,5 @@ from .rope import YaRNScaling as YaRNScaling
 _RULES = ("DynamicNTK", "Linear", "Llama3", "LongRoPE", "NTK", "Proportional", "YaRN")
 RENAMED = MappingProxyType({name: f"{name}Scaling" for name in _RULES})
 
-__getattr__ = module_getattr(__name__, RENAMED)
+if not TYPE_CHECKING:
+    __getattr__ = module_getattr(__name__, RENAMED)

@@ -4,6 +4,8 @@
 function of token indices. Add new masks to ``ready_made.py``.
 """
 
+from typing import TYPE_CHECKING
+
 from ..internal.renamed import module_getattr
 from .band import CAUSAL as CAUSAL
 from .band import FULL as FULL
@@ -46,4 +48,5 @@ __all__ = [
     "tree",
 ]
 
-__getattr__ = module_getattr(__name__, {"used": "seqused"})
+if not TYPE_CHECKING:
+    __getattr__ = module_getattr(__name__, {"used": "seqused"})
