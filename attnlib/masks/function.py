@@ -71,7 +71,7 @@ class MaskFunction:
     program: Program
     tensors: tuple[Tensor, ...]
     tiles: Tensor | None = field(default=None, repr=False)
-    # How often each of ``tensors`` had changed in place when the tiles were computed.
+    # Version counters of ``tensors`` when the tiles were computed: they count changes in place.
     versions: tuple[int, ...] = field(default=(), repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)  # number of queries and keys that the tiles cover
     far: RetainedKeys | None = None

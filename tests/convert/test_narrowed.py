@@ -76,7 +76,9 @@ def test_any_yarn_turns_alike_or_is_refused(pairs, f, theta, factor, original, s
     can_be_said = f == 1 or low <= high <= f * (2 * pairs - 1)
     with nullcontext() if can_be_said else suppress(NotImplementedError):
         found = narrowed(old, 2 * pairs).inverse_frequencies()
-        torch.testing.assert_close(found, every(old, 2 * pairs), rtol=3e-6, atol=0.0)
+        # Rounding ``pair - low`` to fp32 moves the ramp; this bounds what that does to a frequency.
+        steep = 2**-23 * old.dim / 2 * (factor - 1) / max(high - low, 1e-3)
+        torch.testing.assert_close(found, every(old, 2 * pairs), rtol=1e-6 + steep, atol=0.0)
 
 
 def test_ends_on_kept_pairs_are_told_as_all_loaders_round_them():
