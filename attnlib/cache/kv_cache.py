@@ -14,7 +14,7 @@ from . import saved
 from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
-from .memory import pages_in
+from .memory import check_pages_or_memory, pages_in
 from .options import (
     ReadOptions,
     check_options,
@@ -165,14 +165,11 @@ class KVCache:
         if mesh is not None:
             options = ReadOptions(route=Sharding.of(mesh, device))
         sizes = {"max_sequences": max_sequences, "max_length": max_length, "shards": options.shards}
-        if (pages is None) == (memory is None):
-            raise ValueError("pages: expected either a page count or memory=, such as memory='40GiB'")
+        check_pages_or_memory(pages, memory, max_step_tokens)
         if memory is not None:
             limits = {"max_sequences": max_sequences, "max_length": max_length, "ranks": options.shards}
             limits |= {"max_step_tokens": max_step_tokens, "rollback": rollback}
             pages = pages_in(memory, layouts, page_size=page_size, **limits)
-        elif max_step_tokens is not None:
-            raise ValueError("max_step_tokens: expected None with pages=; KVCache.pages_for takes it")
         sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback)
         if batch_invariant:
             options = options._replace(split_size=split_size_of(sequences.max_length))

@@ -9,6 +9,14 @@ from .options import pages_for
 from .pages import Window
 
 
+def check_pages_or_memory(pages: object, memory: object, max_step_tokens: object) -> None:
+    """Raise ValueError unless either ``pages`` or ``memory`` is given, and a step limit only with memory."""
+    if (pages is None) == (memory is None):
+        raise ValueError("pages: expected either a page count or memory=, such as memory='40GiB'")
+    if memory is None and max_step_tokens is not None:
+        raise ValueError("max_step_tokens: expected None with pages=; KVCache.pages_for takes it")
+
+
 def pages_in(
     memory: int | str,
     layouts: Sequence[KVLayout],
