@@ -111,7 +111,7 @@ def test_flops_of_grouped_attention(shape, length):
     at_zero = layer.rope and layer.rope.angles(
         torch.zeros(length, dtype=torch.long)
     )  # where nothing is rotated
-    expected = layer(x[None], positions=at_zero)[0].detach()
+    expected = layer(x[None], angles=at_zero)[0].detach()
     nothing = torch.empty(2, 0, shape.num_kv_heads, shape.head_dim, dtype=torch.float64)
     out, flops = counted(lambda: grouped(layer, shape, x, nothing, 0))
     torch.testing.assert_close(out, expected)
@@ -130,7 +130,7 @@ def test_flops_of_latent_attention(shape, length):
     at_zero = layer.rope and layer.rope.angles(
         torch.zeros(length, dtype=torch.long)
     )  # where nothing is rotated
-    expected = layer(x[None], positions=at_zero)[0].detach()
+    expected = layer(x[None], angles=at_zero)[0].detach()
     nothing = [torch.empty(0, n, dtype=torch.float64) for n in (shape.kv_lora_rank, shape.qk_rope_head_dim)]
     forms = {
         "expanded": counted(lambda: expanded(layer, shape, x)),
