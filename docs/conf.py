@@ -31,6 +31,7 @@ highlight_language = "none"  # for code blocks without a language
 html_theme, html_title = "furo", f"attnlib {release}"
 html_static_path, html_css_files, templates_path = ["site/static"], ["site.css"], ["site/templates"]
 html_math_renderer = "mathml"
+html_search_scorer = str(DOCS / "site/scorer.js")
 html_copy_source = html_show_sourcelink = False
 
 copybutton_prompt_text, copybutton_prompt_is_regexp = (

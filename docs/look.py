@@ -6,7 +6,7 @@ out/docs-look, 1280 and 400 pixels wide, light and dark. Every page is checked a
 - The page does not scroll sideways. Tables and code may scroll within themselves.
 - At 1280 pixels, code of up to 88 columns is not cut off.
 - Each picture has an alternative text, and each page has one title.
-- A search shows excerpts.
+- A search shows excerpts, and has the wanted section among its first three results.
 - No page loads anything from a network.
 """
 
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 ROOT = Path(__file__).parents[1]
 SITE, PICTURES = ROOT / "out/docs", ROOT / "out/docs-look"
@@ -144,15 +145,50 @@ class Browser:
         os.close(self._answers)
 
 
-EXCERPT = """
+SEARCHES = {
+    "window": "glossary.html#window",
+    "attention weights": "cookbook/training.html#attention-weights",
+    "convert mha to gqa": "cookbook/deploying.html#from-mha-to-gqa",
+    "cuda graph": "cookbook/serving.html#a-decoding-step-as-a-cuda-graph",
+    "document mask": "cookbook/training.html#document-masks-in-dense-rows",
+    "gemma softcap": "glossary.html#softcap",
+    "gradient checkpointing": "cookbook/training.html#gradient-checkpointing-without-recomputing-attention",
+    "kv cache size": "cookbook/deploying.html#cache-sizes-and-limits",
+    "left padding": "cookbook/decoding.html#left-padded-prompts",
+    "need_weights": "from_multihead_attention.html#attention-weights-need-weights",
+    "prefix lm": "api/masks.html#attnlib.masks.prefix_lm",
+    "state dict of MultiheadAttention": (
+        "from_multihead_attention.html#copy-the-weights-from-the-state-dict"
+    ),
+    "stop tokens": "cookbook/decoding.html#stop-tokens-and-streaming",
+    "torch.compile": "faq.html#does-it-work-with-torch-compile-cuda-graphs-fsdp-and-peft",
+    "variable length": "cookbook/training.html#packed-sequences-of-variable-length",
+}
+RESULTS = """
 new Promise(done => {
   const look = tries => {
-    const found = document.querySelector('#search-results .context');
-    found || !tries ? done(found?.textContent ?? '') : setTimeout(look, 100, tries - 1);
+    const found = [...document.querySelectorAll('#search-results li')].slice(0, 3);
+    const excerpt = found[0]?.querySelector('.context');
+    found.length === 3 && excerpt || !tries
+      ? done([found.map(x => x.querySelector('a').getAttribute('href')), excerpt?.textContent ?? ''])
+      : setTimeout(look, 100, tries - 1);
   };
   look(50);
 })
 """
+
+
+def search(browser: Browser, page: str) -> list[str]:
+    """Run the searches on the search page, and return the faults."""
+    faults = []
+    for query, section in SEARCHES.items():
+        browser.open(f"{page}?{urlencode({'q': query})}")
+        results, excerpt = browser.evaluate(RESULTS)
+        if section not in results:
+            faults.append(f"search for {query!r}: expected {section} among the first three, got {results}")
+        if not any(word in excerpt.lower() for word in query.lower().split()):
+            faults.append(f"search for {query!r}: no excerpt")
+    return faults
 
 
 def look(browser: Browser, site: Path, pictures: Path) -> list[str]:
@@ -161,12 +197,13 @@ def look(browser: Browser, site: Path, pictures: Path) -> list[str]:
     for path in sorted(site.rglob("*.html")):
         page, url = path.relative_to(site).with_suffix("").as_posix(), path.as_uri()
         if page == "search":
+            faults += search(browser, url)
             url += "?q=window"
         for width in WIDTHS:
             browser.show(width, "light")
             browser.open(url)
-            if page == "search" and "window" not in browser.evaluate(EXCERPT).lower():
-                faults.append("search: no excerpt")
+            if page == "search":
+                browser.evaluate(RESULTS)  # waits for them
             faults += [f"{page}, {width} pixels: {fault}" for fault in browser.evaluate(CHECK)]
             for scheme in SCHEMES if page in PHOTOGRAPHED else ():
                 browser.show(width, scheme)

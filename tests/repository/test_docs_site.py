@@ -319,6 +319,21 @@ def test_a_browser_finds_planted_faults(tmp_path):
     assert len([*tmp_path.glob("index-*.png")]) == 4
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_finds_planted_faults_of_a_search(tmp_path):
+    look = runpy.run_path(str(DOCS / "look.py"))["search"]
+    look.__globals__["SEARCHES"] = {"a": "x.html#a", "b": "x.html#b"}
+    look.__globals__["RESULTS"] = look.__globals__["RESULTS"].replace("look(50)", "look(0)")
+    page, excerpt = tmp_path / "search.html", "<p class='context'>a, b</p>"
+    results = [f"<a href='x.html#{anchor}'>x</a>" for anchor in "acdb"]
+    with look.__globals__["opened"]() as browser:
+        page.write_text(f"<ul id='search-results'><li>{excerpt}{'<li>'.join(results)}</ul>")
+        (told,) = look(browser, page.as_uri())
+        assert "search for 'b': expected x.html#b among the first three" in told
+        page.write_text(page.read_text().replace(excerpt, ""))
+        assert {f"search for {query!r}: no excerpt" for query in "ab"} <= {*look(browser, page.as_uri())}
+
+
 def test_without_a_browser_or_a_site_it_says_so(monkeypatch, tmp_path):
     look = runpy.run_path(str(DOCS / "look.py"))
     monkeypatch.setenv("PATH", str(tmp_path))
