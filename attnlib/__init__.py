@@ -53,6 +53,7 @@ from .functional import (
     varlen_attention,
     varlen_attention_with_lse,
 )
+from .gate import Gate
 from .integrations import load_pretrained
 from .internal.renamed import module_getattr
 from .kv import KVLayout, KVView
@@ -102,6 +103,7 @@ __all__ = [
     "CacheFullError",
     "Explanation",
     "Fp8Inputs",
+    "Gate",
     "GroupedQueryAttention",
     "KVCache",
     "KVLayout",

@@ -20,7 +20,8 @@ class Heads:
     the bias (0 if the layer has none); it is multiplied by the constant 1 at the end of a
     :class:`Calibration`'s inputs. Conversions do not use the bias of o. ``gains`` are the weights of q_norm
     ``[h, d]`` and k_norm ``[g, d]``; in most models all heads share one row. ``rope`` determines which
-    channels are rotated, and in which pairs.
+    channels are rotated, and in which pairs. ``gates`` are the rows of an output gate, ``[h, 1, m + 1]`` or
+    ``[h, d, m + 1]``.
     """
 
     q: Tensor
@@ -30,6 +31,7 @@ class Heads:
     rope: Rope | None
     gains: tuple[Tensor, Tensor] | None = None
     sinks: Tensor | None = None
+    gates: Tensor | None = None
 
     @property
     def rotated(self) -> int:
@@ -75,20 +77,24 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
     if len(q) % len(k) or k.shape != v.shape or o.shape[-1] != len(q) * head_dim:
         shapes = ", ".join(f"{name} {tuple(state[f'{name}.weight'].shape)}" for name in PROJECTIONS)
         raise ValueError(f"state: expected projections of heads of {head_dim} channels, got {shapes}")
-    gains, sinks = None, state.get("sinks")
+    gains, sinks, gates = None, state.get("sinks"), state.get("g_proj.weight")
     if "k_norm.weight" in state:
         gains = tuple(_gains(state[f"{name}_norm.weight"], rows) for name, rows in (("q", q), ("k", k)))
     sinks = None if sinks is None else sinks.to(torch.float64, copy=True)
-    return Heads(q, k, v, rearrange(o, "m (h d) -> m h d", d=head_dim), rope, gains, sinks)
+    gates = None if gates is None else _rows(state, "g_proj", len(gates) // len(q))
+    return Heads(q, k, v, rearrange(o, "m (h d) -> m h d", d=head_dim), rope, gains, sinks, gates)
 
 
 def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with the projections and sinks of ``heads``, in the dtypes of ``state``.
+    """Return a state dict with the projections, sinks and gates of ``heads``, in the dtypes of ``state``.
 
     A bias is included only if ``state`` has it.
     """
     changed = {"o_proj.weight": rearrange(heads.o, "m h d -> m (h d)")}
-    for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
+    projections = {"q_proj": heads.q, "k_proj": heads.k, "v_proj": heads.v, "g_proj": heads.gates}
+    for name, rows in projections.items():
+        if rows is None:
+            continue
         changed[f"{name}.weight"] = rearrange(rows[..., :-1], "h d m -> (h d) m")
         if f"{name}.bias" in state:
             changed[f"{name}.bias"] = rearrange(rows[..., -1], "h d -> (h d)")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..gate import Gate
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
@@ -32,8 +33,8 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks. q_norm and
-    k_norm may be replaced by any module that keeps the shape ``[..., h, d]``.
+    Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks; a gate
+    adds g_proj. q_norm and k_norm may be replaced by any module that keeps the shape ``[..., h, d]``.
 
     Args:
         hidden_size: the width ``m`` of input and output.
@@ -50,6 +51,7 @@ class GroupedQueryAttention(nn.Module):
         qk_norm: apply an RMS norm to each head of q and k, before rope (as in Qwen 3).
         norm_after_rope: apply these norms after rope (as in HunYuan).
         norm_eps: the epsilon of these norms.
+        gate: multiplies the output of attention before the output projection.
         sinks: add a learned sink logit for each head (as in gpt-oss).
         softcap: ``c`` in ``c * tanh(score / c)``. None means no softcap.
         alibi: use ALiBi slopes (Press et al., 2021, arXiv 2108.12409) instead of rotary positions.
@@ -84,6 +86,7 @@ class GroupedQueryAttention(nn.Module):
     q_gain: float  # multiplies the rotated channels of q, for YaRN
     softcap: float | None
     temperature: QueryTemperature | None
+    gate: Gate | None
     norm_after_rope: bool
     mask_tensors: CapturedTensors | None
     score: CapturedTensors | None
@@ -94,6 +97,7 @@ class GroupedQueryAttention(nn.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
+    g_proj: nn.Linear | None
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
@@ -115,6 +119,7 @@ class GroupedQueryAttention(nn.Module):
         qk_norm: bool = False,
         norm_after_rope: bool = False,
         norm_eps: float = 1e-6,
+        gate: Gate | None = None,
         sinks: bool = False,
         softcap: float | None = None,
         alibi: bool = False,
@@ -134,13 +139,14 @@ class GroupedQueryAttention(nn.Module):
         has_bias = biased(bias, output_bias)
         numbers = {"norm_eps": norm_eps} | not_none(scale=scale, softcap=softcap)
         flags = {"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi}
-        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags=flags)
+        check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
         check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
         self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
         self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
+        self.gate = gate
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         linear = partial(nn.Linear, device=device, dtype=dtype)
@@ -148,6 +154,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
         self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias)
+        self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
         norm = partial(nn.RMSNorm, head_dim, eps=norm_eps, device=device, dtype=dtype)
         self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
@@ -257,6 +264,7 @@ class GroupedQueryAttention(nn.Module):
         else:
             k, v = self.key_value(x if context is None else context, angles, share)
             out = attention.over_tokens(q, k, v, given)
+        out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -277,7 +285,8 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             ValueError: the heads do not divide evenly among the ranks.
         """
-        return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
+        columns = ("q_proj",) if self.gate is None else ("q_proj", "g_proj")
+        return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, ("k_proj", "v_proj"))
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..call.call import Packing
 from ..dispatch.warnings import warn_once
+from ..gate import Gate
 from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask
@@ -26,6 +27,7 @@ def check_options(
     mask: AnyMask,
     rope: Rope | None,
     temperature: QueryTemperature | None,
+    gate: Gate | None,
     dropout_p: float,
     dtype: torch.dtype | None,
     *,
@@ -38,7 +40,9 @@ def check_options(
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
     if temperature is not None and not isinstance(temperature, QueryTemperature):
-        raise TypeError(f"temperature: expected a Temperature or None, got {type(temperature).__name__}")
+        raise TypeError(f"temperature: expected a QueryTemperature or None, got {type(temperature).__name__}")
+    if gate is not None and not isinstance(gate, Gate):
+        raise TypeError(f'gate: expected Gate("head"), Gate("channel") or None, got {gate!r}')
     for name, value in {**numbers, "dropout_p": dropout_p}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}: expected a Python number, got {type(value).__name__}")

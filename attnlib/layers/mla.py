@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..cache.sequences import Prompt
+from ..gate import Gate
 from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
@@ -46,7 +47,8 @@ class MultiHeadLatentAttention(nn.Module):
     ``form`` forces one form, and ``"auto"`` takes the cheaper. ``q_lora_rank=None`` projects q directly.
     ``bias`` is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs, which is
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
-    ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions.
+    ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions,
+    and ``gate`` multiplies the heads' outputs before o_proj by factors that g_proj computes from the input.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
@@ -65,6 +67,7 @@ class MultiHeadLatentAttention(nn.Module):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     temperature: QueryTemperature | None
+    gate: Gate | None
     dropout_p: float
     form: str
     backend: str | None
@@ -81,6 +84,7 @@ class MultiHeadLatentAttention(nn.Module):
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Linear
     o_proj: nn.Linear
+    g_proj: nn.Linear | None
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class MultiHeadLatentAttention(nn.Module):
         rope: Rope | None = None,
         temperature: QueryTemperature | None = None,
         norm_eps: float = 1e-6,
+        gate: Gate | None = None,
         scale: float | None = None,
         score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
@@ -112,14 +117,15 @@ class MultiHeadLatentAttention(nn.Module):
         check_counts(sizes | not_none(q_lora_rank=q_lora_rank))
         check_count("qk_rope_head_dim", qk_rope_head_dim)
         numbers = {"norm_eps": norm_eps} | not_none(scale=scale)
-        check_options(mask, rope, temperature, dropout_p, dtype, numbers=numbers, flags={"bias": bias})
+        flags = {"bias": bias}
+        check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
         self.hidden_size, self.num_heads, self.mask, self.rope = hidden_size, num_heads, mask, rope
         self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.temperature, self.dropout_p, self.form = temperature, dropout_p, form
-        self.backend, self.context_parallel = backend, context_parallel
+        self.backend, self.context_parallel, self.gate = backend, context_parallel, gate
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
         # YaRN scales the rotated channels of q and k by its amplitude. We apply both factors to q.
@@ -137,6 +143,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_a_layernorm = norm(kv_lora_rank)
         self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
+        self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -156,7 +163,8 @@ class MultiHeadLatentAttention(nn.Module):
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Same as :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank computes all latents."""
         query_name = "q_proj" if self.q_lora_rank is None else "q_b_proj"
-        return plan_of(mesh, self.num_heads, self.num_heads, (query_name, "kv_b_proj"))
+        columns = (query_name, "kv_b_proj") if self.gate is None else (query_name, "kv_b_proj", "g_proj")
+        return plan_of(mesh, self.num_heads, self.num_heads, columns)
 
     @property
     def _query_projection(self) -> nn.Module:
@@ -196,6 +204,7 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             latent, k_rope = self.latent(x if context is None else context, angles)
             out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
+        out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..gate import Gate
 from ..internal.signatures import kind
 from ..kv import KVLayout
 
@@ -33,6 +34,7 @@ class GroupedShape:
     output_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
@@ -50,12 +52,15 @@ class GroupedShape:
     @property
     def weights(self) -> int:
         """The number of elements in the projection matrices, each of which multiplies once per token."""
-        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        gates = self.gate.rows(self.num_heads, self.head_dim) if self.gate else 0
+        return self.hidden_size * (self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + gates)
 
     @property
     def parameters(self) -> int:
         biases = self.bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         biases += self.output_bias * self.hidden_size
+        if self.gate:
+            biases += self.gate.bias * self.gate.rows(self.num_heads, self.head_dim)
         return self.weights + biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.num_heads
 
     @property
@@ -108,6 +113,7 @@ class LatentShape:
     qk_rope_head_dim: int
     v_head_dim: int
     window: int | None = None
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window")
@@ -130,11 +136,13 @@ class LatentShape:
         query = self.hidden_size * q_width if rank is None else rank * (self.hidden_size + q_width)
         down = self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim)
         up = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return query + down + up + self.num_heads * self.v_head_dim * self.hidden_size
+        gates = self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
+        return query + down + up + self.hidden_size * (self.num_heads * self.v_head_dim + gates)
 
     @property
     def parameters(self) -> int:
-        return self.weights + self.kv_lora_rank + (self.q_lora_rank or 0)  # plus the norms' weights
+        biases = self.gate.bias * self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
+        return self.weights + biases + self.kv_lora_rank + (self.q_lora_rank or 0)  # the norms' weights
 
     @property
     def prompt_pair(self) -> int:

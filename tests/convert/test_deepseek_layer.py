@@ -23,7 +23,7 @@ from convert_helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib import MultiHeadLatentAttention, Rope
+from attnlib import Gate, MultiHeadLatentAttention, Rope
 from attnlib.convert import Calibration
 from attnlib.convert.latent.attended import attended
 from attnlib.convert.latent.cost import Cost
@@ -444,6 +444,11 @@ def test_training_keeps_what_the_norm_is(norm):
 def test_what_a_latent_layer_has_not_is_refused(extra):
     with pytest.raises(NotImplementedError, match="which latent layers do not support"):
         gqa_to_deepseek(grouped(**extra), 9, rope_dim=D)
+
+
+def test_a_gate_is_refused():
+    with pytest.raises(NotImplementedError, match=r"gate: expected None, as in DeepSeek.* use gqa_to_mla"):
+        gqa_to_deepseek(grouped(gate=Gate("head")), 9, rope_dim=D)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from attnlib import CAUSAL, FULL, KVCache, MultiHeadAttention, MultiHeadLatentAttention, sliding
+from attnlib import CAUSAL, FULL, Gate, KVCache, MultiHeadAttention, MultiHeadLatentAttention, sliding
 from attnlib.convert import Calibration, MixedLinear, fold, mha_to_gqa
 from attnlib.convert.heads.align import (
     agreement,
@@ -47,6 +47,7 @@ from attnlib.convert.weights import join, pairs_of, rows_of, split
 ALIGNS = ("none", "values", "all")
 MERGES = ("mean", "first", "energy", "learned")
 EXTRAS = {"qk-norm": {"qk_norm": True}, "sinks": {"sinks": True}, "softcap": {"softcap": 3.0}}
+EXTRAS["a gate"] = {"gate": Gate("head", bias=True)}
 
 
 def divisors(n):
@@ -455,6 +456,23 @@ def test_multi_head_attention_becomes_grouped():
 
 class Adapter(nn.Linear):
     pass
+
+
+CHANNEL = {"gate": Gate("channel", bias=True)}
+
+
+@pytest.mark.parametrize("grouping", ["neighbours", "similar"])
+def test_equal_heads_under_a_channel_gate_convert_without_loss(grouping):
+    layer, x = same_keys(grouped((4, 2), **CHANNEL)), tokens(2, 7)
+    close(mha_to_gqa(layer, 2, grouping=grouping, calibration=Calibration.of([x]))(x), layer(x))
+
+
+@pytest.mark.parametrize("options", [{"merge": "principal"}, {"merge": "principal-values"}, {"align": "all"}])
+def test_values_under_a_channel_gate_are_not_rotated(options):
+    calibration = Calibration.of([tokens(2, 7)])
+    mha_to_gqa(grouped((4, 2), gate=Gate("head")), 2, **options, calibration=calibration)
+    with pytest.raises(ValueError, match=r"merge: .* rotates value channels, each of which has its own"):
+        mha_to_gqa(grouped((4, 2), **CHANNEL), 2, **options, calibration=calibration)
 
 
 def test_what_cannot_be_converted_is_refused():

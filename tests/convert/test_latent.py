@@ -27,7 +27,16 @@ from convert_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlib import FULL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, rotate, sliding
+from attnlib import (
+    FULL,
+    Gate,
+    GroupedQueryAttention,
+    KVCache,
+    MultiHeadLatentAttention,
+    Rope,
+    rotate,
+    sliding,
+)
 from attnlib.convert import Calibration, gqa_to_mla
 from attnlib.convert.heads.align import rotate_keys
 from attnlib.convert.latent.attended import Attended, attended
@@ -82,7 +91,8 @@ def with_one(x):
 
 @given(kinds, seeds, st.sampled_from(("expanded", "absorbed", "auto")))
 def test_the_embedding_is_the_same_function_in_either_form(kind, seed, form):
-    layer, x = grouped(**kind, seed=seed), tokens(2, 9)
+    gate = (None, Gate("head"), Gate("channel", "softplus", bias=True))[seed % 3]
+    layer, x = grouped(**kind, gate=gate, seed=seed), tokens(2, 9)
     new = gqa_to_mla(layer)
     assert type(new) is MultiHeadLatentAttention
     new.form = form

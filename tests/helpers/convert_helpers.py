@@ -1,5 +1,7 @@
 """Layers to convert, hypothesis strategies for them, and ways to permute and rebuild them."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -83,7 +85,7 @@ def with_kv(layer: GroupedQueryAttention, **rows: Tensor) -> GroupedQueryAttenti
     """The layer with other heads ``k`` or ``v`` ``[g, d, m + 1]``, loaded into it."""
     heads = heads_of(layer)
     weights = {name: rows.get(name, getattr(heads, name)) for name in ("q", "k", "v", "o")}
-    return with_heads(layer, Heads(**weights, rope=heads.rope, gains=heads.gains, sinks=heads.sinks))
+    return with_heads(layer, replace(heads, **weights))
 
 
 def permuted(layer: GroupedQueryAttention, order: list[int]) -> GroupedQueryAttention:

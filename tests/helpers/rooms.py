@@ -4,7 +4,7 @@ docs/files.py makes the import table of docs/internals.md from them.
 """
 
 VALUES = (
-    "merge", "fp8", "kv", "masks", "scores", "tracing", "scaling", "rope", "internal",
+    "merge", "fp8", "gate", "kv", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper kernels; none imports another
@@ -41,6 +41,7 @@ ROOMS = {
         "rope",
         "scaling",
         "fp8",
+        "gate",
         "integrations",
         "internal",
     },

@@ -3,11 +3,12 @@
 import torch
 from hypothesis import strategies as st
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVLayout, MultiHeadLatentAttention, Rope, sliding
+from attnlib import CAUSAL, Gate, GroupedQueryAttention, KVLayout, MultiHeadLatentAttention, Rope, sliding
 from attnlib.sizes import GroupedShape, LatentShape
 
 stores = st.sampled_from([None, torch.int8, torch.float8_e4m3fn])
 windows = st.none() | st.integers(1, 9)
+gates = st.none() | st.builds(Gate, st.sampled_from(["head", "channel"]), bias=st.booleans())
 
 
 @st.composite
@@ -28,7 +29,7 @@ def grouped_shapes(draw, windows=windows):
         "num_heads": kv_heads * draw(st.integers(1, 3)),
         "head_dim": draw(dims),
     }
-    return GroupedShape(hidden_size=draw(dims), **sizes, **options, window=draw(windows))
+    return GroupedShape(hidden_size=draw(dims), **sizes, **options, window=draw(windows), gate=draw(gates))
 
 
 @st.composite
@@ -42,6 +43,7 @@ def latent_shapes(draw, windows=windows):
         qk_rope_head_dim=2 * draw(st.integers(0, 2)),
         v_head_dim=draw(dims),
         window=draw(windows),
+        gate=draw(gates),
     )
 
 
@@ -54,10 +56,10 @@ def make_layer(shape, *, device="meta", dtype=torch.bfloat16):
     mask = CAUSAL if shape.window is None else sliding(shape.window)
     made = {"mask": mask, "device": device, "dtype": dtype}
     if isinstance(shape, GroupedShape):
-        names = ("num_kv_heads", "head_dim", "bias", "output_bias", "qk_norm", "sinks")
+        names = ("num_kv_heads", "head_dim", "bias", "output_bias", "qk_norm", "sinks", "gate")
         layer = GroupedQueryAttention
     else:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gate")
         layer = MultiHeadLatentAttention
         made["rope"] = Rope(shape.qk_rope_head_dim, interleaved=True) if shape.qk_rope_head_dim else None
     return layer(shape.hidden_size, shape.num_heads, **{name: getattr(shape, name) for name in names}, **made)

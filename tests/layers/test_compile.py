@@ -7,7 +7,7 @@ import torch
 from layer_helpers import BOTH, Stack, cache_for, grouped, latent, make, stack, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnlib import CAUSAL, FULL, sliding
+from attnlib import CAUSAL, FULL, Gate, sliding
 
 COMPILER = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
 
@@ -25,7 +25,7 @@ MODELS = {
     "alibi-sinks-softcap": lambda: stack(
         "mqa", rope=False, alibi=True, sinks=True, softcap=2.0, dtype=torch.float32
     ),
-    "mla": lambda: stack("mla-auto", dtype=torch.float32),
+    "mla": lambda: stack("mla-auto", gate=Gate("head"), dtype=torch.float32),
     "mla-absorbed": lambda: stack("mla-absorbed", dtype=torch.float32),
     "shared-angles": lambda: SharedAngles(*stack("gqa", dtype=torch.float32).layers),
 }

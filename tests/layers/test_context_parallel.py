@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from attnlib import (
     CAUSAL,
     FULL,
+    Gate,
     GroupedQueryAttention,
     KVCache,
     MultiHeadAttention,
@@ -67,6 +68,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, temperature": lambda: grouped(num_kv_heads=2, temperature=QueryTemperature(0.5, 16)),
     "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTKScaling(2.0, 16))),
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
+    "gqa, gate": lambda: grouped(num_kv_heads=2, gate=Gate("channel")),
     "mqa": lambda: grouped(MultiQueryAttention, mask=sliding(20), sinks=True),
     "mla": latent,
     "mla, q_lora": lambda: latent(q_lora_rank=8, form="expanded", bias=True),

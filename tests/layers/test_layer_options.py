@@ -11,7 +11,7 @@ from layer_helpers import HIDDEN, Stack, alone, cache_for, close, feed, feed_den
 from torch import nn
 from torch.nn import functional as F
 
-from attnlib import CAUSAL, GroupedQueryAttention, Rope, rotate
+from attnlib import CAUSAL, Gate, GroupedQueryAttention, Rope, rotate
 from attnlib.convert.heads.layers import mha_to_gqa
 from attnlib.masks.ready_made import chunked
 from attnlib.rope.scaling import QueryTemperature, YaRNScaling
@@ -55,6 +55,8 @@ KINDS = {
     "norms of another kind": with_other_norms,
     "some biases": lambda: grouped(bias=("q_proj", "v_proj", "o_proj")),
     "a learned distance bias": with_distance_bias,
+    "a gate for each head": lambda: grouped(gate=Gate("head", bias=True)),
+    "a gate for each channel": lambda: grouped(gate=Gate("channel", "softplus"), v_head_dim=8),
     "chunks": lambda: grouped(mask=CAUSAL & chunked(5)),
 }
 
@@ -88,7 +90,11 @@ def defined(layer, x):
         scores = layer.score().definition(scores, torch.tensor(0), h, i, j, torch.tensor([0]))
     shown = i >= j if not isinstance(layer.mask, type(CAUSAL & chunked(5))) else (i >= j) & (i // 5 == j // 5)
     out = scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v.repeat_interleave(2, -2).transpose(0, 1)
-    return layer.o_proj(out.transpose(0, 1).flatten(1))
+    out = out.transpose(0, 1)
+    if layer.gate is not None:
+        gate = layer.g_proj(x).unflatten(-1, (4, -1))
+        out = out * (torch.log1p(gate.exp()) if layer.gate.per == "channel" else 1 / (1 + (-gate).exp()))
+    return layer.o_proj(out.flatten(1))
 
 
 def test_definition(layer):
@@ -164,7 +170,7 @@ def test_a_layout_for_autocast():
         ({"bias": ("q",)}, ValueError, "bias: expected a bool or some of q_proj, .* got 'q'"),
         ({"bias": ("q_proj",), "output_bias": True}, ValueError, "got output_bias=True with names"),
         ({"output_bias": 1}, TypeError, "output_bias: expected a bool, got int"),
-        ({"temperature": 2.0}, TypeError, "temperature: expected a Temperature or None, got float"),
+        ({"temperature": 2.0}, TypeError, "temperature: expected a QueryTemperature or None, got float"),
         ({"norm_after_rope": 1}, TypeError, "norm_after_rope: expected a bool, got int"),
         (
             {"norm_after_rope": True, "rope": Rope(8, scaling=YaRNScaling(4.0, 64))},

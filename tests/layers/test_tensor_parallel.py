@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from attnlib import (
     CAUSAL,
     FULL,
+    Gate,
     GroupedQueryAttention,
     KVCache,
     MultiHeadLatentAttention,
@@ -73,12 +74,14 @@ LAYERS = {
     "gqa, sharded norms": lambda: grouped(2, rope=Rope(16), qk_norm=True),
     "gqa, gathered": lambda: grouped(2, rope=Rope(16), qk_norm=True, sinks=True),
     "gqa, fsdp": lambda: grouped(2, rope=Rope(16), qk_norm=True, sinks=True),
+    "gqa, gate": lambda: grouped(2, rope=Rope(16), gate=Gate("head", bias=True)),
     "gqa, context": lambda: grouped(2, mask=FULL, sinks=True),
     "gqa, whole kv": lambda: grouped(2, rope=Rope(16), qk_norm=True),
     "gqa, context, whole kv": lambda: grouped(2, mask=FULL, sinks=True),
     "mqa, whole kv": lambda: grouped(1, rope=Rope(16), qk_norm=True, sinks=True),
     "mla": latent,
     "mla, q_lora": lambda: latent(q_lora_rank=8, bias=True),
+    "mla, gate": lambda: latent(gate=Gate("channel", "softplus")),
     "mla, fsdp": lambda: latent(q_lora_rank=8),
     "mla, no rope": lambda: latent(qk_rope_head_dim=0, rope=None),
     "mla, context": lambda: latent(mask=FULL, qk_rope_head_dim=0, rope=None),
@@ -92,12 +95,17 @@ LAYERS = {
     "mla, dropout": lambda: latent(dropout_p=0.4),
 }
 FOUR = ("mha", "gqa", "mqa, whole kv", "mla", "gqa, functions", "mqa, functions", "gqa, dropout")
-COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "g_proj")
 BY_HAND = ("gqa, whole kv", "gqa, context, whole kv")  # their plans would shard K and V too
 COMPILED = ("gqa, sinks", "mqa, whole kv", "mla", "gqa, functions")
 UNEVEN = {  # the layer, the projections to shard, and what it says
     "k_proj alone": (lambda: grouped(2), ("k_proj", "v_proj"), r"ValueError: k_proj: .*q_proj"),
     "kv_b_proj alone": (latent, ("kv_b_proj",), r"ValueError: kv_b_proj: expected h=4 .*got 2; shard both"),
+    "no g_proj": (
+        lambda: grouped(2, gate=Gate("head")),
+        ("q_proj", "k_proj", "v_proj"),
+        "ValueError: g_proj: expected 2 features for 2 heads, got 4; shard it",
+    ),
     "groups across ranks": (
         lambda: grouped(3, num_heads=6),
         ("q_proj",),
@@ -294,6 +302,7 @@ def test_four_ranks_have_them_too(tmp_path):
         (lambda: grouped(4), 2, "q_proj k_proj v_proj"),
         (lambda: grouped(2), 2, "q_proj k_proj v_proj"),
         (lambda: grouped(2), 4, "q_proj"),
+        (lambda: grouped(2, gate=Gate("head")), 2, "q_proj k_proj v_proj g_proj"),
         (lambda: MultiQueryAttention(HIDDEN, HEADS, mask=CAUSAL), 2, "q_proj"),
         (lambda: MultiQueryAttention(HIDDEN, HEADS, mask=CAUSAL), 1, "q_proj k_proj v_proj"),
         (latent, 2, "q_proj kv_b_proj"),

@@ -288,6 +288,7 @@ def test_the_exports():
             "CacheFullError",
             "Explanation",
             "Fp8Inputs",
+            "Gate",
             "GroupedQueryAttention",
             "SequenceHandle",
             "KVCache",

@@ -53,7 +53,13 @@ def grouped(layer, shape, x, cached, query):
         keys, values = (z[seen(shape, i)].repeat_interleave(group, 1).transpose(0, 1) for z in (k, v))
         scores = torch.bmm(keys, q[i - query, :, :, None])[..., 0] * layer.scale
         rows.append(weighted(scores, values))
-    return layer.o_proj(torch.stack(rows).flatten(1))
+    return output(layer, x[query:], rows)
+
+
+def output(layer, x, rows):
+    """The projection of the rows of all queries ``[h, e]``, gated if the layer has a gate."""
+    out = torch.stack(rows)
+    return layer.o_proj((layer.gate.apply(out, layer.g_proj(x)) if layer.gate else out).flatten(1))
 
 
 def expanded(layer, shape, x):
@@ -64,7 +70,7 @@ def expanded(layer, shape, x):
     for i in range(len(x)):
         keys, values = (z[seen(shape, i)].transpose(0, 1) for z in (k, v))
         rows.append(weighted(torch.bmm(keys, q[i, :, :, None])[..., 0] * layer.scale, values))
-    return layer.o_proj(torch.stack(rows).flatten(1))
+    return output(layer, x, rows)
 
 
 def absorbed(layer, shape, x, cached, query):
@@ -81,7 +87,7 @@ def absorbed(layer, shape, x, cached, query):
         )  # [h, r + p]
         weights = torch.softmax(q @ k[seen(shape, i)].T * layer.scale, -1)
         rows.append(torch.bmm(v_up, (weights @ latent[seen(shape, i)])[..., None])[..., 0])
-    return layer.o_proj(torch.stack(rows).flatten(1))
+    return output(layer, x[query:], rows)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -28,8 +28,8 @@ def mha_to_gqa(
 ) -> GroupedQueryAttention:
     """Convert an MHA or GQA layer to a new layer with fewer KV heads by merging groups of heads.
 
-    The old layer does not change. The new layer has the same mask, rope, norms, sinks, scale, dtype, mode and
-    other options. Weights are merged in fp64.
+    The old layer does not change. The new layer has the same mask, rope, norms, sinks, gate, scale, dtype,
+    mode and other options. Weights are merged in fp64.
 
     With a ``calibration`` the default is ``merge="principal"``. Each group gets the shared head from which
     linear maps best predict its old heads, and the maps are folded into q and o (Yu et al., 2024, arXiv
@@ -43,11 +43,13 @@ def mha_to_gqa(
     the mean; you train its weights and then call :func:`fold`. ``align`` rotates heads towards each other
     before a merge; principal merges do not need it. ``grouping="similar"`` chooses groups for the least loss
     in principal merges, and by similarity after alignment in others. All options use activations over
-    ``calibration``; None means :meth:`Calibration.white`, which uses only the weights.
+    ``calibration``; None means :meth:`Calibration.white`, which uses only the weights. If the layer has a
+    gate for each value channel, values cannot be mapped or rotated; the default is then ``"mean"``.
 
     Raises:
         ValueError: ``num_kv_heads`` does not divide the layer's number of KV heads, norms rule out mapping or
-            rotating the keys, ``align`` is combined with a principal merge, or an option is unknown.
+            rotating the keys, a channel gate rules out mapping or rotating the values, ``align`` is combined
+            with a principal merge, or an option is unknown.
         TypeError: the layer is not grouped-query, or a projection is not a plain nn.Linear.
         NotImplementedError: ``grouping="similar"`` for a layer with ALiBi, whose slopes depend on the order
             of heads, or the layer has an option that conversion does not support.
@@ -65,6 +67,7 @@ def mha_to_gqa(
         reach=reach,
         calibrated=calibration is not None,
         maps_keys=layer.k_norm is None,
+        maps_values=layer.gate is None or layer.gate.per == "head",
         moves_heads=layer.alibi_slopes is None,
     )
     state = layer.state_dict()
@@ -121,7 +124,7 @@ def check_grouped(layer: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name}: conversion does not support other norms than nn.RMSNorm, got {kind}"
             )
-    for name in PROJECTIONS:
+    for name in (*PROJECTIONS, *(("g_proj",) if layer.gate else ())):
         module = getattr(layer, name)
         if type(module) is not nn.Linear:
             raise TypeError(
@@ -153,6 +156,7 @@ def _like(
         bias=layer.k_proj.bias is not None,
         output_bias=layer.o_proj.bias is not None,
         rope=layer.rope,
+        gate=layer.gate,
         sinks=layer.sinks is not None,
         softcap=layer.softcap,
         alibi=layer.alibi_slopes is not None,

@@ -37,10 +37,11 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: C
 
 
 def regroup(heads: Heads, groups: Groups) -> Heads:
-    """Reorder KV heads together with their query heads, o columns and sinks; the output does not change."""
+    """Reorder KV heads with their query heads, o columns, sinks and gates; the output does not change."""
     order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
+    gates = None if heads.gates is None else heads.gates[queries]
     gains = None if heads.gains is None else (heads.gains[0][queries], heads.gains[1][order])
     return replace(
         heads,
@@ -50,6 +51,7 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
         v=heads.v[order],
         sinks=sinks,
         gains=gains,
+        gates=gates,
     )
 
 

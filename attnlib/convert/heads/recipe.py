@@ -32,6 +32,7 @@ def recipe(
     reach: int = 2048,
     calibrated: bool,
     maps_keys: bool = True,
+    maps_values: bool = True,
     moves_heads: bool = True,
 ) -> MergeRecipe:
     """Validate the options of a merge, and replace each None with the best known default.
@@ -39,12 +40,14 @@ def recipe(
     With a calibration, the default is the principal merge in the groups with the least loss. Without a
     calibration, it is the mean of neighbours, which needs no knowledge of the inputs. ``maps_keys`` is False
     if linear maps of keys are not possible, for example because keys are normalised after projection; the
-    default is then a principal merge of values only. ``moves_heads`` is False if heads may not be reordered,
-    as with ALiBi slopes.
+    default is then a principal merge of values only. ``maps_values`` is False if an output gate has a factor
+    for each value channel, so that no rotation of values can be undone after the gate. ``moves_heads`` is
+    False if heads may not be reordered, as with ALiBi slopes.
 
     Raises:
         ValueError: an option is unknown, a principal merge is requested for keys that cannot be mapped, or
-            an alignment is requested before a principal merge, which finds every rotation itself.
+            an alignment is requested before a principal merge, which finds every rotation itself, or a
+            merge or an alignment would map values that cannot be mapped.
         NotImplementedError: ``grouping="similar"`` if heads may not be reordered.
 
     >>> recipe(calibrated=True)
@@ -60,11 +63,16 @@ def recipe(
     check_count("reach", reach, least=1)
     if merge is None:
         best = "principal" if maps_keys else "principal-values"
-        merge = best if calibrated and align == "none" else "mean"
+        merge = best if calibrated and align == "none" and maps_values else "mean"
     if merge == "principal" and not maps_keys:
         raise ValueError(
             'merge: "principal" maps keys, which needs a layer without norms of q and k and the same rotated '
             'channels in all loaders; use "principal-values", which averages the keys'
+        )
+    if not maps_values and (merge in PRINCIPAL or align != "none"):
+        raise ValueError(
+            f"merge: {merge!r} with align={align!r} rotates value channels, each of which has its own output "
+            'gate; use "mean", "first", "energy" or "learned" without align'
         )
     if merge in PRINCIPAL and align != "none":
         raise ValueError(

@@ -107,8 +107,8 @@ def gqa_to_deepseek(
             norm is unknown, or ``norm="calibrated"`` lacks a calibration text or its inputs have mean 0.
         TypeError: as :func:`mha_to_gqa`, or a size is not an int.
         NotImplementedError: DeepSeek-V3 cannot represent the layer: it has no rope, a rope scaling that
-            ``narrowed`` refuses, norms of q and k, sinks, softcap, ALiBi, or biases with
-            ``norm="calibrated"``.
+            ``narrowed`` refuses, norms of q and k, a gate, sinks, softcap, ALiBi, or biases
+            with ``norm="calibrated"``.
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=1, mask=CAUSAL, rope=Rope(8))
     >>> x = torch.randn(1, 9, 64)
     >>> torch.testing.assert_close(gqa_to_deepseek(layer, 8 + 1, rope_dim=8)(x), layer(x))
@@ -138,6 +138,8 @@ def to_deepseek(
     Raises: as :func:`gqa_to_deepseek`, except for errors that need the layer itself.
     """
     check_latent_heads(heads)
+    if heads.gates is not None:
+        raise NotImplementedError("gate: expected None, as in DeepSeek, got an output gate; use gqa_to_mla")
     if heads.rope is None:
         raise NotImplementedError("rope: expected a rope, as in DeepSeek, got none; convert with gqa_to_mla")
     if (dtype := state["q_proj.weight"].dtype) not in DTYPES:

@@ -54,7 +54,7 @@ def gqa_to_mla(
     weight multiplies by the same number; this is exact to the last bit for latents below ``2 ** 23`` (see
     ``identity_eps``), but such a large weight hardly learns. A bias of q becomes a bias of q_proj or
     q_b_proj, which MultiHeadLatentAttention itself never creates. ``rope`` is a ``SelectedRope``. Mask,
-    scale, dropout, backend, dtype and mode are those of the old layer.
+    gate, scale, dropout, backend, dtype and mode are those of the old layer.
 
     Raises:
         ValueError: a rank, rope_dim, q_rank or reach is out of range, or the calibration has another width.
@@ -185,6 +185,7 @@ def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tenso
         "kv_b_proj.weight": rearrange(torch.cat((latent.k_up, latent.v_up), 1), "h d r -> (h d) r"),
         "o_proj.weight": state["o_proj.weight"],
     }
+    new |= {name: value for name, value in state.items() if name.startswith("g_proj.")}
     if "q_proj.bias" in state:
         new[f"{to_heads}.bias"] = q[:, -1]
     if latent.q_down is not None:
@@ -253,6 +254,7 @@ def latent_layer(
         bias="kv_a_proj_with_mqa.bias" in state,
         rope=rope,
         norm_eps=norm_eps,
+        gate=layer.gate,
         scale=scale,
         dropout_p=layer.dropout_p,
         context_parallel=layer.context_parallel,
