@@ -36,8 +36,9 @@ class Gate:
 
     def __post_init__(self) -> None:
         for name, known in (("per", get_args(Per)), ("activation", get_args(Activation))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"gate.{name}: expected one of {known}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"gate.{name}: expected one of {known}, got {value!r}")
         if not isinstance(self.bias, bool):
             raise TypeError(f"gate.bias: expected a bool, got {self.bias!r}")
 

@@ -153,6 +153,20 @@ class KVLayout:
         return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
 
 
+@dataclass(slots=True, eq=False)
+class StepInfo:
+    """What the host knows of a cache's running step, for layers to choose how they attend.
+
+    All layers of a cache share one StepInfo, and each step changes it; :class:`attnlib.LayerCache` explains
+    the fields.
+    """
+
+    prefill: bool = False
+    history: int = 0
+    prompts: Sequence[Any] = ()
+    replay: bool = False  # True if a captured CUDA graph appends for all layers
+
+
 @kind
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVView:
@@ -170,6 +184,8 @@ class KVView:
     attention call into several calls and merges their results. ``dataclasses.replace`` drops the route over
     shared prefixes, and attention then reads all keys in one call. Attention raises an error for a changed
     view of a sharded cache.
+
+    A view of a step also has the step's ``positions``, and ``step`` for layers that choose how they attend.
 
     Views are compared by identity. A cache makes its views with ``check=False``, since its tensors fit.
 
@@ -193,6 +209,7 @@ class KVView:
     schedule: Tensor | None = None
     split_size: int = 0
     rope: str | None = None
+    step: StepInfo | None = None
     route: "Route | None" = None
     check: InitVar[bool] = True
 

@@ -216,7 +216,7 @@ class KVCache:
         conventions = [layer.convention for layer in self._layers]
         plans = self._sequences.reserve(request)
         try:
-            self._show("step", request, plans)
+            self._show("step", request, plans, replay=replay)
             copy_shared(self._layers, dict(zip(self._sequences.allocators, plans, strict=True)))
             yield self._layers
             check_appended(self._layers, sum(request.tokens.values()), replay=replay)
@@ -341,7 +341,7 @@ class KVCache:
                 f"{what}: not inside a {block}; leave the `with cache.{block}(...)` block first"
             )
 
-    def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
+    def _show(self, what: str, request: Request, plans: Sequence[StepPlan], *, replay: bool = False) -> None:
         """Update the buffers for a step or read, and let every layer enter it."""
         self._open = what
         self._buffers.update(request, plans)
@@ -351,7 +351,7 @@ class KVCache:
             by_window = dict(zip(self._sequences.allocators, windows, strict=True))
             prepare_layers(self._layers, self.page_size, per_step, by_window)
             self._prepared = key
-        open_layers(self._layers, request)
+        open_layers(self._layers, request, replay=replay)
 
     def _restore(
         self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]

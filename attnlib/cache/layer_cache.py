@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..dispatch.storage import cached_write, write_cache
 from ..internal.signatures import leading_to
-from ..kv import KVLayout, KVView
+from ..kv import KVLayout, KVView, StepInfo
 from ..rope.rope import Angles
 from .routes import StepRoute
 from .sequences import Prompt
@@ -35,11 +35,9 @@ class LayerCache:
         planes: the stored tensors by name, ``[pages, page_size, g, *]``.
     """
 
-    def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device):
+    def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device, info: StepInfo):
         self.layout = layout
-        self.prefill: bool = False
-        self.history: int = 0
-        self.prompts: Sequence[Prompt] = ()
+        self.info = info
         self.positions: Tensor | None = None
         self.planes: dict[str, Tensor] = {
             name: torch.empty(
@@ -49,10 +47,11 @@ class LayerCache:
         }
         # The rotary convention of the stored keys is None before the first append.
         self.convention: str | None = None
-        self.appended: bool = False  # True after append; compiled layers never read it
+        self.appended: bool = False  # True after append
         self._prepared: tuple = ()  # positions, slots to write to, and view, for steps of the present shape
         self._slots: Tensor | None = None  # where append writes; None if nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
+        self._appended_view: KVView | None = None  # what append returned in this step
         self._route: StepRoute | None = None
 
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
@@ -76,8 +75,22 @@ class LayerCache:
             self._write(k, v, angles)
         self.appended = True
         if self._route is None:
-            return self._view
-        return self._route.appended(self._view, k, v, angles, history=self.history)
+            self._appended_view = self._view
+        else:
+            self._appended_view = self._route.appended(self._view, k, v, angles, history=self.history)
+        return self._appended_view
+
+    @property
+    def prefill(self) -> bool:
+        return self.info.prefill
+
+    @property
+    def history(self) -> int:
+        return self.info.history
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.info.prompts
 
     def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         """Validate and write the tokens, and cache the launch for later appends with the same key."""
@@ -121,18 +134,22 @@ class LayerCache:
         return key
 
     def view(self) -> KVView:
-        """Return a view of the stored tokens, with this step's query counts, for cross-attention.
+        """Return a view of the stored tokens, with this step's query counts.
 
-        In a step, the view's lengths include the step's tokens, even before ``append`` writes them. If the
-        cache is sharded over ranks and a sequence gets several tokens in the step, attention accepts only the
-        view that ``append`` returned.
+        In a step, this is the view that ``append`` returned. Other layers may read it: cross-attention, and
+        layers that have no keys of their own. In a read, queries are those of cross-attention.
 
         Raises:
-            RuntimeError: outside a step and a read.
+            RuntimeError: outside a step and a read, or before ``append`` in a step without ``replay=True``.
         """
         if self._view is None:
             raise RuntimeError("view: only within `with cache.step(...)` or `with cache.read(...)`")
-        return self._view
+        if self._slots is not None and not (self.appended or self.info.replay):
+            raise RuntimeError(
+                "view: this layer has not appended in this step; call the layer that owns the keys before "
+                "the layers that read them"
+            )
+        return self._view if self._appended_view is None else self._appended_view
 
     def _refuse_append(self) -> NoReturn:
         if self._view is None:
@@ -192,20 +209,20 @@ class LayerCache:
         rope = None if self.convention == AS_GIVEN else self.convention
         buffers = {**step._asdict(), "table": window.table, "starts": window.starts}
         buffers["schedule"] = window.schedules.get(self.layout.heads)
-        view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
+        view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, step=self.info, check=False)
         self._route = window.route
         if window.route is not None:
             view = window.route.routed(view)
         self._prepared = (step.positions, window.slots, view)
 
-    def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
+    def _open(self) -> None:
         """Enter a step or read with the prepared view. The cache calls this method."""
         self.positions, self._slots, self._view = self._prepared
-        self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
+        self._appended_view, self.appended = None, False
 
     def _close(self) -> None:
         """Leave the step or read. The cache calls this method."""
-        self.positions = self._slots = self._view = None
+        self.positions = self._slots = self._view = self._appended_view = None
 
     def _poison(self, pages: Sequence[int]) -> None:
         """Fill freed pages with NaN (-128 in an int8 cache). The cache calls this method."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..dispatch.storage import copy_pages
-from ..kv import KVLayout
+from ..kv import KVLayout, StepInfo
 from .layer_cache import LayerCache
 from .pages import StepPlan, Window
 from .sequences import Freed, Request, Sequences
@@ -19,7 +19,10 @@ def make_layers(
 ) -> tuple[LayerCache, ...]:
     """Return the layers of a cache, one per layout, each with the page count of its window class."""
     totals = {window: allocator.total for window, allocator in sequences.allocators.items()}
-    return tuple(LayerCache(layout, totals[layout.window_class], page_size, device) for layout in layouts)
+    info = StepInfo()
+    return tuple(
+        LayerCache(layout, totals[layout.window_class], page_size, device, info) for layout in layouts
+    )
 
 
 def prepare_layers(
@@ -30,21 +33,24 @@ def prepare_layers(
         layer._prepare(page_size, step, windows[layer.layout.window_class])
 
 
-def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
-    """Let all prepared layers enter a step or read."""
+def open_layers(layers: Sequence[LayerCache], request: Request, *, replay: bool) -> None:
+    """Let all prepared layers enter a step or read; ``replay`` as in :meth:`attnlib.KVCache.step`."""
     longest = max((holding.length for holding in request.holdings), default=0)
-    history = 1 << (longest - 1).bit_length() if longest else 0
     prefill = max(request.tokens.values(), default=0) > PREFILL
-    prompts = request.prompts(PREFILL + 1) if prefill else ()
     for layer in layers:
-        layer._open(prefill, history, prompts)
+        layer._open()
+    if layers:
+        info = layers[0].info
+        info.prefill, info.history = prefill, 1 << (longest - 1).bit_length() if longest else 0
+        info.replay = replay
+        info.prompts = request.prompts(PREFILL + 1) if prefill else ()
 
 
 def copy_shared(layers: Sequence[LayerCache], plans: Mapping[Window, StepPlan]) -> None:
     """Copy, in every layer, the shared pages that a step writes to."""
     for layer in layers:
         if pairs := plans[layer.layout.window_class].copies:
-            copy_pages(layer.view(), pairs)
+            copy_pages(layer._view, pairs)
 
 
 def check_appended(layers: Sequence[LayerCache], tokens: int, *, replay: bool) -> None:

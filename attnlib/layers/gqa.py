@@ -22,7 +22,8 @@ from .inputs import Inputs, check, check_options, check_rope, check_stored, comp
 from .padding import without_padding
 from .parameters import biased, check_counts, described, head_dims, not_none, published_slopes, reset_children
 from .positions import angles_of, positions_of, scale_and_gain, scaled_head
-from .tensor_parallel import ALL_HEADS, Share, plan_of, share_of, share_of_context
+from .shared_keys import Keys, check_keys, refuse_own_keys
+from .tensor_parallel import Share, plan_of, share_of, share_of_context
 
 if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,8 @@ class GroupedQueryAttention(nn.Module):
         norm_after_rope: apply these norms after rope (as in HunYuan).
         norm_eps: the epsilon of these norms.
         gate: multiplies the output of attention before the output projection.
+        own_keys: False for a layer that attends to the keys of another layer, given by ``keys=`` in each
+            call. It has no k_proj, v_proj and k_norm, and stores nothing in a cache.
         sinks: add a learned sink logit for each head (as in gpt-oss).
         softcap: ``c`` in ``c * tanh(score / c)``. None means no softcap.
         alibi: use ALiBi slopes (Press et al., 2021, arXiv 2108.12409) instead of rotary positions.
@@ -93,9 +96,10 @@ class GroupedQueryAttention(nn.Module):
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
+    own_keys: bool
     q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
+    k_proj: nn.Linear | None
+    v_proj: nn.Linear | None
     o_proj: nn.Linear
     g_proj: nn.Linear | None
     q_norm: nn.Module | None
@@ -120,6 +124,7 @@ class GroupedQueryAttention(nn.Module):
         norm_after_rope: bool = False,
         norm_eps: float = 1e-6,
         gate: Gate | None = None,
+        own_keys: bool = True,
         sinks: bool = False,
         softcap: float | None = None,
         alibi: bool = False,
@@ -139,6 +144,7 @@ class GroupedQueryAttention(nn.Module):
         has_bias = biased(bias, output_bias)
         numbers = {"norm_eps": norm_eps} | not_none(scale=scale, softcap=softcap)
         flags = {"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi}
+        flags["own_keys"] = own_keys
         check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
         check_context_parallel(context_parallel)
@@ -146,17 +152,19 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
         self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
         self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
-        self.gate = gate
+        self.gate, self.own_keys = gate, own_keys
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         linear = partial(nn.Linear, device=device, dtype=dtype)
         self.q_proj = linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias)
-        self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
-        self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
+        self.k_proj = self.v_proj = None
+        if own_keys:
+            self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
+            self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias)
         self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
         norm = partial(nn.RMSNorm, head_dim, eps=norm_eps, device=device, dtype=dtype)
-        self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.q_norm, self.k_norm = norm() if qk_norm else None, norm() if qk_norm and own_keys else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
@@ -172,6 +180,7 @@ class GroupedQueryAttention(nn.Module):
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of this layer's KV cache on this rank, with autocast's dtype within torch.autocast."""
+        refuse_own_keys(self.own_keys)
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
         kept = dict(zip(("window", "first_tokens"), self.mask.kept, strict=True))
@@ -215,6 +224,7 @@ class GroupedQueryAttention(nn.Module):
         x: Tensor,
         *,
         context: Tensor | KVView | None = None,
+        keys: Keys | None = None,
         kv: LayerCache | None = None,
         positions: Tensor | None = None,
         angles: Angles | None = None,
@@ -231,6 +241,9 @@ class GroupedQueryAttention(nn.Module):
 
         - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
           ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
+        - ``keys`` are those of another layer for the tokens of x: its ``key_value(x, angles)``, or in a cache
+          step its ``view()``. Gradients flow to the other layer. The layer that owns keys takes them too, so
+          that they are projected once.
         - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it.
         - ``attention_mask`` ``[b, t]`` is True for tokens and False for padding of a dense x, or of its
           context. ``key_starts`` and ``key_ends`` int32 ``[b]`` say the same if padding has no holes; with
@@ -247,22 +260,25 @@ class GroupedQueryAttention(nn.Module):
             ValueError: inputs contradict each other.
         """
         ranks = self.context_parallel
-        bounds = key_starts, key_ends, attention_mask
-        given = Inputs(context, kv, positions, angles, cu_seqlens, cu_seqlens_context, *bounds, mask, ranks)
+        offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, ranks)
         given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
+        if keys is not None or not self.own_keys:
+            widths = self.head_dim, self.v_head_dim
+            check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=False, first=self.q_proj)
         angles = angles_of(self.rope, x, given)
         share, q = self._query(x, angles, None if self.temperature is None else positions_of(x, given))
         score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
         attention = attention_call(self, score, given, q.shape[-2], share)
-        if isinstance(context, KVView):
-            out = attention.over_view(q, context)
+        if given.view is not None:
+            out = attention.over_view(q, given.view)
         elif kv is not None:
             # The cache rotates keys when it writes them, unless the layer normalizes keys after rotation.
             own, left = (angles, None) if self.norm_after_rope else (None, angles)
             out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
         else:
-            k, v = self.key_value(x if context is None else context, angles, share)
+            k, v = keys or self.key_value(x if context is None else context, angles, share)
             out = attention.over_tokens(q, k, v, given)
         out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
@@ -272,8 +288,9 @@ class GroupedQueryAttention(nn.Module):
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """Store the keys and values of ``context`` in a cache step; ``forward(context=view)`` reads them."""
+        refuse_own_keys(self.own_keys)
         check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
-        kv.append(*self.key_value(context, None, share_of_context(self, context)))
+        kv.append(*self.key_value(context))
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Return the tensor-parallel plan of this layer for a one-dimensional mesh.
@@ -286,7 +303,8 @@ class GroupedQueryAttention(nn.Module):
             ValueError: the heads do not divide evenly among the ranks.
         """
         columns = ("q_proj",) if self.gate is None else ("q_proj", "g_proj")
-        return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, ("k_proj", "v_proj"))
+        of_kv = ("k_proj", "v_proj") if self.own_keys else ()
+        return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, of_kv)
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""
@@ -301,13 +319,17 @@ class GroupedQueryAttention(nn.Module):
         return share, q if self.temperature is None else self.temperature.scaled(q, positions)
 
     def key_value(
-        self, x: Tensor, angles: Angles | None = None, share: Share = ALL_HEADS
+        self, x: Tensor, angles: Angles | None = None, share: Share | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the keys ``[..., g, d]`` and values ``[..., g, e]`` that the query heads in ``share`` read.
+
+        None means the query heads of this rank.
 
         Keys for a cache need no ``angles``, since the cache rotates keys when it writes them. The exception
         is ``norm_after_rope``: then this method must rotate and normalize the keys.
         """
+        refuse_own_keys(self.own_keys)
+        share = share_of_context(self, x) if share is None else share
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
         k, v = share.local_kv(self, "k_proj", k), share.local_kv(self, "v_proj", v)

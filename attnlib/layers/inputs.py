@@ -18,6 +18,7 @@ from ..masks.function import MaskFunction
 from ..rope.rope import Angles, Rope
 from ..rope.scaling import QueryTemperature
 from .context_parallel import ContextParallel, check_context_parallel
+from .shared_keys import Keys
 
 FP32 = torch.finfo(torch.float32)
 UNRELATED = "context: positions of x and of a context are unrelated; use rope=None for cross-attention"
@@ -92,6 +93,7 @@ class Inputs(NamedTuple):
     """The arguments of a layer's forward besides x; see :meth:`attnlib.GroupedQueryAttention.forward`."""
 
     context: Tensor | KVView | None = None
+    keys: Keys | None = None
     kv: LayerCache | None = None
     positions: Tensor | None = None
     angles: Angles | None = None
@@ -106,7 +108,14 @@ class Inputs(NamedTuple):
     @property
     def is_stored(self) -> bool:
         """True if the keys are read from a cache."""
-        return self.kv is not None or isinstance(self.context, KVView)
+        return self.kv is not None or self.view is not None
+
+    @property
+    def view(self) -> KVView | None:
+        """The stored keys that the call reads and does not append to."""
+        if isinstance(self.keys, KVView):
+            return self.keys
+        return self.context if isinstance(self.context, KVView) else None
 
     @property
     def packing(self) -> Packing | None:
@@ -124,7 +133,7 @@ def check(
     Raises:
         ValueError, TypeError, RuntimeError: the inputs contradict the layer, each other or the cache step.
     """
-    context, kv, cu_seqlens = given.context, given.kv, given.cu_seqlens
+    context, keys, kv, cu_seqlens = given.context, given.keys, given.kv, given.cu_seqlens
     check_tokens("x", x, hidden_size, projection)
     _check_types(given)
     if given.context_parallel is not None:
@@ -132,6 +141,10 @@ def check(
     for name in ("cu_seqlens", "cu_seqlens_context"):
         if getattr(given, name) is not None:
             _check_offsets(name, getattr(given, name), x.device)
+    if keys is not None and (context is not None or kv is not None):
+        raise ValueError("keys: it excludes context= and kv=, which are other keys; pass one of them")
+    if isinstance(keys, KVView) and cu_seqlens is not None:
+        raise ValueError("keys: a view of a cache excludes cu_seqlens=; it knows its own sequences")
     if kv is not None and (context is not None or cu_seqlens is not None):
         raise ValueError("kv: it excludes context= and cu_seqlens=; a cache step knows its own sequences")
     if cu_seqlens is not None and (x.dim() != 2 or (context is None) != (given.cu_seqlens_context is None)):
@@ -141,13 +154,13 @@ def check(
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
         raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, for the packed x")
+    is_dense = cu_seqlens is None and not given.is_stored
     for name in ("key_starts", "key_ends"):
-        is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
         if getattr(given, name) is not None and not is_dense:
             raise ValueError(
                 f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own"
             )
-    if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
+    if x.dim() == 2 and is_dense:
         raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)}")
     if context is not None and rope is not None:
         raise ValueError(UNRELATED)
@@ -155,13 +168,15 @@ def check(
         _check_context(context, x, hidden_size, projection)
     if rope is not None:
         _check_positions(x, given.positions, projection)
-    if rope is not None and x.dim() == 3 and kv is context is given.key_starts is given.key_ends is None:
+    if rope is not None and is_dense and given.key_starts is given.key_ends is None:
         _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask])
     if kv is not None:
-        _check_step("x", x, kv, projection)
+        _check_step("x", x, kv.positions, projection)
         _check_autocast("kv", x, kv.layout)
-    elif isinstance(context, KVView):
-        _check_autocast("context", x, context.layout)
+    elif given.view is not None:
+        if keys is not None and keys.positions is not None:
+            _check_step("x", x, keys.positions, projection)
+        _check_autocast("context" if keys is None else "keys", x, given.view.layout)
 
 
 def _check_shared(given: Inputs) -> None:
@@ -258,7 +273,7 @@ def check_stored(
         raise ValueError(UNRELATED)
     check_tokens("context", context, hidden_size, projection)
     _check_is_layer_of_step(kv)
-    _check_step("context", context, kv, projection)
+    _check_step("context", context, kv.positions, projection)
     _check_autocast("kv", context, kv.layout)
 
 
@@ -269,13 +284,13 @@ def _check_is_layer_of_step(kv: object) -> None:
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {got}")
 
 
-def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> None:
-    """Raise ValueError or RuntimeError unless ``x`` has as many tokens as the running step of ``kv``."""
-    if kv.positions is None:
+def _check_step(name: str, x: Tensor, positions: Tensor | None, projection: nn.Module) -> None:
+    """Raise ValueError or RuntimeError unless ``x`` has the tokens of the step with these ``positions``."""
+    if positions is None:
         raise RuntimeError(
             "kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there"
         )
-    step = kv.positions.shape
+    step = positions.shape
     if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
         return
     if len(step) == 1:

@@ -12,7 +12,7 @@ from ..cache.sequences import Prompt
 from ..gate import Gate
 from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
-from ..kv import KVLayout, KVView
+from ..kv import KVLayout, KVView, StepInfo
 from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import QueryTemperature
@@ -26,6 +26,7 @@ from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_for
 from .padding import without_padding
 from .parameters import check_counts, described, not_none, reset_children
 from .positions import angles_of, positions_of
+from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import local_weight, plan_of, share_of
 
 if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
@@ -49,6 +50,8 @@ class MultiHeadLatentAttention(nn.Module):
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
     ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions,
     and ``gate`` multiplies the heads' outputs before o_proj by factors that g_proj computes from the input.
+    ``own_keys=False`` makes a layer that attends to the latents of another layer, given by ``keys=``. It has
+    no kv_a_proj_with_mqa and kv_a_layernorm, and expands the latents with its own kv_b_proj.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
@@ -80,7 +83,8 @@ class MultiHeadLatentAttention(nn.Module):
     q_a_proj: nn.Linear  # q_a_proj, q_a_layernorm and q_b_proj: only with q_lora_rank
     q_a_layernorm: nn.Module
     q_b_proj: nn.Linear
-    kv_a_proj_with_mqa: nn.Linear
+    own_keys: bool
+    kv_a_proj_with_mqa: nn.Linear  # kv_a_proj_with_mqa and kv_a_layernorm: only with own_keys
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Linear
     o_proj: nn.Linear
@@ -102,6 +106,7 @@ class MultiHeadLatentAttention(nn.Module):
         temperature: QueryTemperature | None = None,
         norm_eps: float = 1e-6,
         gate: Gate | None = None,
+        own_keys: bool = True,
         scale: float | None = None,
         score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
@@ -117,7 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
         check_counts(sizes | not_none(q_lora_rank=q_lora_rank))
         check_count("qk_rope_head_dim", qk_rope_head_dim)
         numbers = {"norm_eps": norm_eps} | not_none(scale=scale)
-        flags = {"bias": bias}
+        flags = {"bias": bias, "own_keys": own_keys}
         check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
@@ -126,6 +131,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.temperature, self.dropout_p, self.form = temperature, dropout_p, form
         self.backend, self.context_parallel, self.gate = backend, context_parallel, gate
+        self.own_keys = own_keys
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
         # YaRN scales the rotated channels of q and k by its amplitude. We apply both factors to q.
@@ -139,8 +145,9 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_a_proj = linear(hidden_size, q_lora_rank, bias=bias)
             self.q_a_layernorm = norm(q_lora_rank)
             self.q_b_proj = linear(q_lora_rank, num_heads * qk_head_dim, bias=False)
-        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
-        self.kv_a_layernorm = norm(kv_lora_rank)
+        if own_keys:
+            self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
+            self.kv_a_layernorm = norm(kv_lora_rank)
         self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
         self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
@@ -148,6 +155,7 @@ class MultiHeadLatentAttention(nn.Module):
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of this layer's KV cache, with autocast's dtype within torch.autocast."""
+        refuse_own_keys(self.own_keys)
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         return KVLayout.latent(*widths, window=window, first_tokens=first, dtype=dtype)
@@ -176,6 +184,7 @@ class MultiHeadLatentAttention(nn.Module):
         x: Tensor,
         *,
         context: Tensor | KVView | None = None,
+        keys: Keys | None = None,
         kv: LayerCache | None = None,
         positions: Tensor | None = None,
         angles: Angles | None = None,
@@ -186,12 +195,16 @@ class MultiHeadLatentAttention(nn.Module):
         attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
-        """Same as :meth:`attnlib.GroupedQueryAttention.forward`."""
+        """Same as :meth:`attnlib.GroupedQueryAttention.forward`, but ``keys`` are ``latent(x, angles)``."""
         ranks = self.context_parallel
-        bounds = key_starts, key_ends, attention_mask
-        given = Inputs(context, kv, positions, angles, cu_seqlens, cu_seqlens_context, *bounds, mask, ranks)
+        offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, ranks)
         given = without_padding(x, given)
-        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
+        first = self.q_proj if self.q_lora_rank is None else self.q_a_proj
+        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=first)
+        if keys is not None or not self.own_keys:
+            widths = self.kv_lora_rank, self.qk_rope_head_dim
+            check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=True, first=first)
         angles = angles_of(self.rope, x, given)
         q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
@@ -199,10 +212,12 @@ class MultiHeadLatentAttention(nn.Module):
         if isinstance(context, KVView):
             form = self._allowed_form("absorbed", q_nope)
             out = self._attend_stored(q_nope, q_rope, context, form, attention=attention)
+        elif isinstance(keys, KVView):
+            out = self._attend_view(q_nope, q_rope, keys, attention)
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
-            latent, k_rope = self.latent(x if context is None else context, angles)
+            latent, k_rope = keys or self.latent(x if context is None else context, angles)
             out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
         out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
@@ -214,6 +229,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """Same as :meth:`attnlib.GroupedQueryAttention.append_context`."""
+        refuse_own_keys(self.own_keys)
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa, self.rope)
         kv.append(*self.latent(context, None))
 
@@ -235,6 +251,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
         """Return the normalized latent ``[..., r]`` and the rotary key ``[..., p]``, None if p is 0."""
+        refuse_own_keys(self.own_keys)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
@@ -255,25 +272,30 @@ class MultiHeadLatentAttention(nn.Module):
         """
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        attention.check(q_nope, view)  # calls on chunks of the view would skip this check
-        attend = partial(self._attend_stored, attention=attention)
-        # The absorbed form is required for results that do not depend on the batch (split_size), and if other
-        # ranks store some of the latents.
-        if not kv.prefill or view.split_size or (view.is_partial and kv.history):
-            return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
-        if kv.history:
-            if prompts := self._expanded_prompts(kv, view, q_nope.shape[-2]):
-                return attend_mixed(attend, q_nope, q_rope, view, prompts)
-            new = x.shape[:-1].numel() // view.lengths.shape[0]  # mean number of new tokens per sequence
-            form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
-            return attend(q_nope, q_rope, view, form, longest=longest)
+        if not kv.prefill or view.split_size or kv.history:
+            return self._attend_view(q_nope, q_rope, view, attention)
+        attention.check(q_nope, view)  # the call below would skip this check
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
         of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts)
         return self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, of_step)
 
-    def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
+    def _attend_view(self, q_nope: Tensor, q_rope: Tensor, view: KVView, attention: AttentionCall) -> Tensor:
+        """Attend over all tokens in the view of a cache step, in the cheaper form."""
+        attention.check(q_nope, view)  # calls on chunks of the view would skip this check
+        attend, step = partial(self._attend_stored, attention=attention), view.step
+        # The absorbed form is required for results that do not depend on the batch (split_size), and if other
+        # ranks store some of the latents.
+        if step is None or not step.prefill or view.split_size or view.is_partial:
+            return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
+        if prompts := self._expanded_prompts(step, view, q_nope.shape[-2]):
+            return attend_mixed(attend, q_nope, q_rope, view, prompts)
+        new = q_nope.shape[:-2].numel() // view.lengths.shape[0]  # mean number of new tokens per sequence
+        form, longest = self._cheaper_step(new, step.history), step.history + q_nope.shape[-3]
+        return attend(q_nope, q_rope, view, form, longest=longest)
+
+    def _expanded_prompts(self, step: StepInfo, view: KVView, heads: int) -> list[Prompt]:
         """Return the prompts of a packed step that are much cheaper in the expanded form.
 
         The list is empty under torch.compile and in CUDA graphs, which must work for any prompts, and with
@@ -282,7 +304,7 @@ class MultiHeadLatentAttention(nn.Module):
         if is_recorded(view.k) or view.route is not None or self._allowed_form("absorbed") == "expanded":
             return []
         least = latent_forms.WORTH // heads
-        prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
+        prompts = [x for x in step.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
     def _attend_tokens(

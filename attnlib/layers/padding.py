@@ -5,7 +5,6 @@ from torch import Tensor
 
 from ..internal.checks import is_recorded, is_strided, refuse_tensor
 from ..internal.padding import are_holed, edges_of
-from ..kv import KVView
 from ..masks.ready_made import mask_tensor
 from .inputs import Inputs
 
@@ -40,7 +39,7 @@ def _check(x: Tensor, given: Inputs) -> None:
     padding, context = given.attention_mask, given.context
     for name, is_given, instead in (
         ("kv=", given.kv is not None, "left_padding= of cache.admit(); a cache knows where sequences end"),
-        ("a stored context", isinstance(context, KVView), "nothing; a cache knows where sequences end"),
+        ("a view of a cache", given.view is not None, "nothing; a cache knows where sequences end"),
         ("cu_seqlens=", given.cu_seqlens is not None, "nothing; packed sequences have no padding"),
         ("key_starts= or key_ends=", given.key_starts is not given.key_ends, "one of them"),
         ("key_starts= and key_ends=", given.key_starts is not None, "one of them"),

@@ -105,6 +105,7 @@ def described(layer: nn.Module, *sizes: str) -> str:
     """Return the repr of a layer: the named sizes, its mask, its rope, and the options that are set."""
     words = [f"{name}={value}" for name in sizes if (value := getattr(layer, name)) is not None]
     words.append(f"mask={layer.mask.spelled}")
+    words += [] if layer.own_keys else ["own_keys=False"]
     words += [] if layer.rope is None else [f"rope=Rope({layer.rope.dim}, theta={layer.rope.theta:,})"]
     for name in OPTIONS:
         value = getattr(layer, name, None)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..kv import KVView
 from ..rope.rope import Angles, Rope
 from .inputs import Inputs
 
@@ -38,7 +39,7 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
 def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     """Return the angles of a rope that depends on the sequence length, known only for dense inputs."""
     rule = type(rope.scaling).__name__
-    if given.kv is not None:
+    if given.is_stored:
         raise ValueError(
             f"rope: {rule} rotates stored keys anew as the sequence grows; use another scaling with a cache, "
             "or pass angles=rope.angles(kv.positions, length=n) with one n for all steps"
@@ -63,6 +64,10 @@ def positions_of(x: Tensor, given: Inputs) -> Tensor:
 def _natural_positions(x: Tensor, given: Inputs) -> Tensor:
     if given.kv is not None:
         return given.kv.positions
+    if isinstance(given.keys, KVView):
+        if given.keys.positions is None:
+            raise ValueError("positions: a view outside a cache step does not know them; pass positions=")
+        return given.keys.positions
     count, ranks = x.shape[-2], given.context_parallel
     tokens = torch.arange(count, device=x.device) if ranks is None else ranks.positions(count, x.device)
     if given.cu_seqlens is None:

@@ -19,7 +19,8 @@ from ..kv import KVLayout
 class GroupedShape:
     """The sizes of a :class:`attnlib.GroupedQueryAttention` layer.
 
-    The layer is MHA if it has as many KV heads as query heads, and MQA if it has one KV head.
+    The layer is MHA if it has as many KV heads as query heads, and MQA if it has one KV head. With
+    ``own_keys=False``, it reads the cache of another layer and stores nothing.
 
     Raises:
         ValueError: a size is below 1, or ``num_heads`` is not a multiple of ``num_kv_heads``.
@@ -35,6 +36,7 @@ class GroupedShape:
     qk_norm: bool = False
     sinks: bool = False
     gate: Gate | None = None
+    own_keys: bool = True
 
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
@@ -53,15 +55,21 @@ class GroupedShape:
     def weights(self) -> int:
         """The number of elements in the projection matrices, each of which multiplies once per token."""
         gates = self.gate.rows(self.num_heads, self.head_dim) if self.gate else 0
-        return self.hidden_size * (self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + gates)
+        heads = self.num_heads + self.own_keys * self.num_kv_heads
+        return self.hidden_size * (self.head_dim * 2 * heads + gates)
 
     @property
     def parameters(self) -> int:
-        biases = self.bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        biases = self.bias * self.head_dim * (self.num_heads + 2 * self.own_keys * self.num_kv_heads)
         biases += self.output_bias * self.hidden_size
         if self.gate:
             biases += self.gate.bias * self.gate.rows(self.num_heads, self.head_dim)
-        return self.weights + biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.num_heads
+        return (
+            self.weights
+            + biases
+            + self.qk_norm * (1 + self.own_keys) * self.head_dim
+            + self.sinks * self.num_heads
+        )
 
     @property
     def prompt_pair(self) -> int:
@@ -74,7 +82,7 @@ class GroupedShape:
         return self.prompt_pair
 
     def layout(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> KVLayout:
-        """Return the layout of this layer's cache: the values stored per token."""
+        """Return the layout of the cache that this layer reads: the values stored per token."""
         return KVLayout.grouped(
             self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, storage_dtype=storage_dtype
         )
@@ -114,6 +122,7 @@ class LatentShape:
     v_head_dim: int
     window: int | None = None
     gate: Gate | None = None
+    own_keys: bool = True
 
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window")
@@ -134,7 +143,7 @@ class LatentShape:
         q_width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank = self.q_lora_rank
         query = self.hidden_size * q_width if rank is None else rank * (self.hidden_size + q_width)
-        down = self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim)
+        down = self.own_keys * self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim)
         up = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         gates = self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
         return query + down + up + self.hidden_size * (self.num_heads * self.v_head_dim + gates)
@@ -142,7 +151,8 @@ class LatentShape:
     @property
     def parameters(self) -> int:
         biases = self.gate.bias * self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
-        return self.weights + biases + self.kv_lora_rank + (self.q_lora_rank or 0)  # the norms' weights
+        norms = self.own_keys * self.kv_lora_rank + (self.q_lora_rank or 0)
+        return self.weights + biases + norms
 
     @property
     def prompt_pair(self) -> int:
@@ -162,7 +172,7 @@ class LatentShape:
         return self.num_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
 
     def layout(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> KVLayout:
-        """Return the layout of this layer's cache: the values stored per token."""
+        """Return the layout of the cache that this layer reads: the values stored per token."""
         options = {"window": self.window, "dtype": dtype, "storage_dtype": storage_dtype}
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, **options)
 

@@ -48,8 +48,9 @@ class Model:
         return None if self.other_parameters is None else self.parameters + self.other_parameters
 
     def layouts(self, *, dtype: torch.dtype, storage_dtype: torch.dtype | None = None) -> list[KVLayout]:
-        """Return the cache layout of each layer, which you can pass to KVCache."""
-        return [shape.layout(dtype=dtype, storage_dtype=storage_dtype) for shape in self.layers]
+        """Return the cache layout of each layer that owns keys, which you can pass to KVCache."""
+        options = {"dtype": dtype, "storage_dtype": storage_dtype}
+        return [shape.layout(**options) for shape in self.layers if shape.own_keys]
 
     def shard(self, ranks: int) -> "Model":
         """Return the part of the model that one of ``ranks`` tensor-parallel ranks holds.
@@ -109,7 +110,8 @@ def _grouped(shape: Shape, num_kv_heads: int) -> GroupedShape:
     if isinstance(shape, GroupedShape):
         return replace(shape, num_kv_heads=num_kv_heads)
     sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.num_heads, "head_dim": shape.v_head_dim}
-    return GroupedShape(**sizes, num_kv_heads=num_kv_heads, window=shape.window)
+    kept = {"window": shape.window, "gate": shape.gate, "own_keys": shape.own_keys}
+    return GroupedShape(**sizes, num_kv_heads=num_kv_heads, **kept)
 
 
 def _latent(shape: Shape, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentShape:
@@ -124,4 +126,6 @@ def _latent(shape: Shape, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentSha
         qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=shape.head_dim,
         window=shape.window,
+        gate=shape.gate,
+        own_keys=shape.own_keys,
     )

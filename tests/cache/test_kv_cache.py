@@ -52,7 +52,7 @@ def test_a_failure_anywhere_undoes_the_step_on_host_and_device(make, where, erro
     def body():
         _, numbers = twin.draw(tokens)
         with twin.cache.step(tokens) as layers:
-            views.extend(layer.view() for layer in layers)
+            views.extend(layer._view for layer in layers)
             assert views[0].lengths.tolist() == [9, 7, 4]
             append_all(layers[:2] if where in ("between", "exit") else layers, numbers)
             if where in ("between", "closed early"):

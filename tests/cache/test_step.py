@@ -82,8 +82,8 @@ def test_positions_by_example():
     for tokens, positions in expected.items():
         with cache.step(tokens) as (layer,):
             assert layer.positions.tolist() == positions
-            assert layer.view().starts.tolist() == [3, 0]
             layer.append(*[keys[:tokens].expand(2, -1, -1, -1)] * 2)
+            assert layer.view().starts.tolist() == [3, 0]
     with cache.step({plain: 2, padded: 1}) as (layer,):
         assert layer.positions.tolist() == [5, 6, 2]
         layer.append(*[keys[:3]] * 2)

@@ -104,7 +104,7 @@ class Used:
 
     def enter(self, method, tokens, **how):
         with getattr(self.cache, method)(tokens, **how) as (kv,):
-            return kv.view()
+            return kv._view
 
     def state(self):
         """What a refused call may not change."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnlib import (
     CAUSAL,
     FULL,
+    Gate,
     GroupedQueryAttention,
     MultiHeadAttention,
     MultiHeadLatentAttention,
@@ -28,13 +29,13 @@ GROUPED = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "num_kv_heads": None, "head_dim": D, "bias": False,
     "output_bias": None, "rope": Rope(4), "qk_norm": False, "norm_eps": 1e-6, "sinks": False, "softcap": None,
     "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None,
-    "norm_after_rope": False, "context_parallel": None,
+    "norm_after_rope": False, "context_parallel": None, "gate": None, "own_keys": True,
 }  # fmt: skip
 LATENT = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8,
     "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "bias": False, "rope": Rope(4),
     "norm_eps": 1e-6, "scale": None, "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None,
-    "context_parallel": None,
+    "context_parallel": None, "gate": None, "own_keys": True,
 }  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def options_are_legal(a, *flags):
         and is_mask(a["mask"])
         and none_or(a["rope"], lambda x: isinstance(x, Rope))
         and none_or(a["dtype"], is_dtype)
+        and none_or(a["gate"], lambda x: isinstance(x, Gate))
         and a["context_parallel"] is None  # ranks are none of the values here
     )
     return numbers and dropout and types and all(is_bool(a[name]) for name in flags)
@@ -71,7 +73,7 @@ def grouped_is_legal(kv_heads):
         )
         if not (names or is_bool(a["bias"])):
             return False
-        flags = ("norm_after_rope", "qk_norm", "sinks", "alibi")
+        flags = ("norm_after_rope", "qk_norm", "sinks", "alibi", "own_keys")
         return options_are_legal(a, *flags) and none_or(a["rope"], lambda rope: rope.dim <= width)
 
     return legal
@@ -89,12 +91,12 @@ def latent_is_legal(a):
         return False
     form = isinstance(a["form"], str) and a["form"] in ("auto", "expanded", "absorbed")
     rotated = 0 if a["rope"] is None else getattr(a["rope"], "dim", None)
-    return form and options_are_legal(a, "bias") and rotated == a["qk_rope_head_dim"]
+    return form and options_are_legal(a, "bias", "own_keys") and rotated == a["qk_rope_head_dim"]
 
 
 def runs_once(target, args, layer):
     x = torch.randn(1, 3, args["hidden_size"], dtype=args["dtype"] or torch.float32)
-    assert layer(x).shape == x.shape
+    assert not layer.own_keys or layer(x).shape == x.shape
 
 
 def is_x(x, *lead):
@@ -131,7 +133,8 @@ def mask_is_legal(mask, *shape):
 
 
 def dense_is_legal(layer, a):
-    if not is_some_x(a["x"], 3) or any(a[name] is not None for name in ("context", "kv", "cu_seqlens")):
+    others = ("context", "kv", "cu_seqlens", "keys")
+    if not is_some_x(a["x"], 3) or any(a.get(name) is not None for name in others):
         return False
     (b, s, _), positions = a["x"].shape, a["positions"]
     shapes = (s,), (1, s), (b, s)
@@ -219,7 +222,9 @@ def forwards():
         yield (
             f"{name}.forward",
             entry(
-                layer, {"positions": torch.arange(3), "angles": None, "attention_mask": None}, dense_is_legal
+                layer,
+                {"positions": torch.arange(3), "angles": None, "attention_mask": None, "keys": None},
+                dense_is_legal,
             ),
         )
         yield (
@@ -239,7 +244,14 @@ def forwards():
         )  # fmt: skip
 
 
+def gate_is_legal(a):
+    per, activation = (isinstance(a[name], str) and a[name] for name in ("per", "activation"))
+    known = per in ("head", "channel") and activation in ("sigmoid", "softplus")
+    return known and is_bool(a["bias"])
+
+
 LAYERS = {
+    "Gate": a_call(Gate, {"per": "head", "activation": "softplus", "bias": True}, gate_is_legal),
     "GroupedQueryAttention": a_call(
         GroupedQueryAttention,
         GROUPED | {"num_kv_heads": G},

@@ -8,7 +8,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, Rope
+from attnlib import (
+    CAUSAL,
+    GroupedQueryAttention,
+    KVCache,
+    Mask,
+    MultiHeadLatentAttention,
+    Rope,
+    shared_angles,
+)
 from attnlib.call.call import Call
 from attnlib.layers import attending as attending_module
 from attnlib.layers import latent_forms as forms_module
@@ -75,6 +83,46 @@ class Stack(nn.Module):
         return x
 
 
+class Sharing(nn.Module):
+    """Layers with residuals of which layer i reads the keys of layer ``sources[i]``, which may be itself.
+
+    Every owner takes its own keys too, so that nothing is projected twice. ``kv`` has an entry for each
+    owner.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], sources: Sequence[int]):
+        super().__init__()
+        self.layers, self.sources = nn.ModuleList(layers), tuple(sources)
+        self.owners = sorted(set(sources))
+
+    @property
+    def kv_layouts(self) -> list:
+        return [self.layers[i].kv_layout for i in self.owners]
+
+    def forward(self, x: Tensor, kv: Sequence | None = None, **inputs) -> Tensor:
+        keys = {}
+        for i, (layer, source) in enumerate(zip(self.layers, self.sources, strict=True)):
+            if kv is not None and i == source:
+                x = x + layer(x, kv=kv[self.owners.index(i)], **inputs)
+                continue
+            if kv is not None:
+                keys[source] = kv[self.owners.index(source)].view()
+            elif i == source:
+                [angles] = shared_angles([layer], x, cu_seqlens=inputs.get("cu_seqlens"))
+                keys[i] = (layer.latent if hasattr(layer, "latent") else layer.key_value)(x, angles)
+            x = x + layer(x, keys=keys[source], **inputs)
+        return x
+
+
+def sharing(
+    kind: str, masks: Sequence[Mask] = (CAUSAL, CAUSAL, CAUSAL), sources=(0, 0, 0), **options
+) -> Sharing:
+    """Layers of ``kind`` of which those that read another's keys have none of their own."""
+    own = [i == source for i, source in enumerate(sources)]
+    layers = [make(kind, mask=mask, own_keys=own, **options) for mask, own in zip(masks, own, strict=True)]
+    return Sharing(layers, sources)
+
+
 def stack(kind: str, masks: Sequence[Mask] = (CAUSAL, CAUSAL), **options) -> Stack:
     """One layer of ``kind`` for each mask, with sinks that matter if it has any."""
     layers = [make(kind, mask=mask, **options) for mask in masks]
@@ -95,7 +143,7 @@ def cache_for(
     **options,
 ) -> KVCache:
     """A paged cache of the model, or with ``page_size=None`` a contiguous one."""
-    layouts = [layer.kv_layout for layer in model.layers]
+    layouts = model.kv_layouts if isinstance(model, Sharing) else [layer.kv_layout for layer in model.layers]
     layouts = [replace(layout, storage_dtype=store, dtype=dtype or layout.dtype) for layout in layouts]
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=sequences, max_length=length)

@@ -56,10 +56,18 @@ def make_layer(shape, *, device="meta", dtype=torch.bfloat16):
     mask = CAUSAL if shape.window is None else sliding(shape.window)
     made = {"mask": mask, "device": device, "dtype": dtype}
     if isinstance(shape, GroupedShape):
-        names = ("num_kv_heads", "head_dim", "bias", "output_bias", "qk_norm", "sinks", "gate")
+        names = ("num_kv_heads", "head_dim", "bias", "output_bias", "qk_norm", "sinks", "gate", "own_keys")
         layer = GroupedQueryAttention
     else:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "gate")
+        names = (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "gate",
+            "own_keys",
+        )
         layer = MultiHeadLatentAttention
         made["rope"] = Rope(shape.qk_rope_head_dim, interleaved=True) if shape.qk_rope_head_dim else None
     return layer(shape.hidden_size, shape.num_heads, **{name: getattr(shape, name) for name in names}, **made)

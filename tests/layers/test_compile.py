@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from layer_helpers import BOTH, Stack, cache_for, grouped, latent, make, stack, tokens
+from layer_helpers import BOTH, Stack, cache_for, grouped, latent, make, sharing, stack, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnlib import CAUSAL, FULL, Gate, sliding
@@ -27,6 +27,7 @@ MODELS = {
     ),
     "mla": lambda: stack("mla-auto", gate=Gate("head"), dtype=torch.float32),
     "mla-absorbed": lambda: stack("mla-absorbed", dtype=torch.float32),
+    "shared-keys": lambda: sharing("mla-auto", dtype=torch.float32),
     "shared-angles": lambda: SharedAngles(*stack("gqa", dtype=torch.float32).layers),
 }
 

@@ -52,6 +52,29 @@ def latent(rope_dim: int = 4, **options) -> MultiHeadLatentAttention:
     return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
 
 
+class Sharing(nn.Module):
+    """Two layers of which the second attends to the keys of the first."""
+
+    def __init__(self, make: Callable[..., nn.Module], **options):
+        super().__init__()
+        self.source, self.reader = make(**options), make(own_keys=False, **options)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "context_parallel":
+            self.source.context_parallel = self.reader.context_parallel = value
+        else:
+            super().__setattr__(name, value)
+
+    def parallel_plan(self, mesh: DeviceMesh) -> dict:
+        plans = {name: layer.parallel_plan(mesh) for name, layer in self.named_children()}
+        return {f"{name}.{at}": style for name, plan in plans.items() for at, style in plan.items()}
+
+    def forward(self, x: Tensor, **inputs) -> Tensor:
+        [angles] = shared_angles([self.source], x, cu_seqlens=inputs.get("cu_seqlens"))
+        keys = (self.source.latent if hasattr(self.source, "latent") else self.source.key_value)(x, angles)
+        return self.source(x, keys=keys, **inputs) + self.reader(x, keys=keys, **inputs)
+
+
 def functions() -> dict:
     """A score that learns and a mask, which ask for heads and for indices of the whole."""
     shown = torch.randint(0, 3, (HEADS, TOKENS)).int()
@@ -69,6 +92,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTKScaling(2.0, 16))),
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
     "gqa, gate": lambda: grouped(num_kv_heads=2, gate=Gate("channel")),
+    "gqa, shared keys": lambda: Sharing(grouped, num_kv_heads=2, qk_norm=True),
+    "mla, shared keys": lambda: Sharing(latent),
     "mqa": lambda: grouped(MultiQueryAttention, mask=sliding(20), sinks=True),
     "mla": latent,
     "mla, q_lora": lambda: latent(q_lora_rank=8, form="expanded", bias=True),
@@ -149,7 +174,7 @@ def work(rank: int, tokens: int, heads: int, folder: str) -> None:
         layer = make(name)
         if heads > 1:
             parallelize_module(layer, mesh["heads"], layer.parallel_plan(mesh["heads"]))
-        kv_heads = getattr(layer, "num_kv_heads", HEADS)
+        kv_heads = getattr(getattr(layer, "source", layer), "num_kv_heads", HEADS)
         for at, form in enumerate(FORMS):
             if form == "heads" and max(1, kv_heads // heads) % tokens:
                 with pytest.raises(ValueError, match="expected heads that"):

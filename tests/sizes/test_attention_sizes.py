@@ -2,6 +2,8 @@
 up.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from attnlib.sizes import (
     MODELS,
     GroupedShape,
     LatentShape,
+    Model,
     decode_bytes,
     decode_flops,
     prefill_flops,
@@ -105,6 +108,14 @@ def test_parameters_of_any_shape(shape):
     assert shape.parameters == sum(x.numel() for x in layer.parameters())
     assert shape.layout(dtype=torch.bfloat16) == layer.kv_layout
     assert shape.weights == sum(x.numel() for x in layer.parameters() if x.ndim == 2)
+
+
+@given(shape=shapes)
+def test_a_layer_without_keys_has_no_parameters_for_them(shape):
+    layer, shape = make_layer(replace(shape, own_keys=False)), replace(shape, own_keys=False)
+    assert shape.parameters == sum(x.numel() for x in layer.parameters())
+    assert shape.weights == sum(x.numel() for x in layer.parameters() if x.ndim == 2)
+    assert Model("reads", (shape,)).layouts(dtype=torch.bfloat16) == []
 
 
 @given(shape=grouped_shapes(), length=lengths)

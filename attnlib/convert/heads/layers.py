@@ -109,6 +109,8 @@ def check_grouped(layer: nn.Module) -> None:
     """
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
+    if not layer.own_keys:
+        raise NotImplementedError("layer: it reads the keys of another layer; convert that layer")
     if layer.score is not None:
         raise NotImplementedError("layer: it has a score function, which conversion does not support yet")
     if layer.v_head_dim != layer.head_dim:

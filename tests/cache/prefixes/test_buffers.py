@@ -118,10 +118,10 @@ def test_views_and_their_memory_stay():
 
 def test_who_does_not_ask_gets_one_view():
     with make(0).step(0) as (kv,):
-        assert kv.view().route is None
+        assert kv._view.route is None
     layouts = (GROUPED, replace(GROUPED, window=5))
     with make(2, layouts).step(0) as layers:
-        assert [layer.view().route is None for layer in layers] == [False, True]
-        assert replace(layers[0].view()).route is None
+        assert [layer._view.route is None for layer in layers] == [False, True]
+        assert replace(layers[0]._view).route is None
     with pytest.raises(ValueError, match="shared_prefixes: expected at least 0, got -1"):
         make(-1)
