@@ -47,6 +47,8 @@ class MultiHeadLatentAttention(nn.Module):
     ``bias`` is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs, which is
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
     ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions.
+    With YaRN, the layer multiplies ``scale`` by ``rope.latent_scale``, DeepSeek's factor ``mscale * mscale``:
+    a ``scale`` that you pass must not contain it.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
