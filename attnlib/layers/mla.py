@@ -49,6 +49,8 @@ class MultiHeadLatentAttention(nn.Module):
     ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
     ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions,
     and ``gate`` multiplies the heads' outputs before o_proj by factors that g_proj computes from the input.
+    With YaRN, the layer multiplies ``scale`` by ``rope.latent_scale``, DeepSeek's factor ``mscale * mscale``:
+    a ``scale`` that you pass must not contain it.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
