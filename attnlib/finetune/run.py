@@ -17,6 +17,7 @@ from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
 from ..convert.text.freed import give_back
+from ..convert.text.tokens import read_text
 from .corpus import Corpus
 from .distillation import Speaker
 from .folders import (
@@ -69,7 +70,7 @@ def finetune(settings: Settings) -> dict[str, object]:
         folder = tokenizer_folder(settings.source, settings.teacher)
         corpus = Corpus.read(settings.text, folder, context=settings.context)
         for model in (settings.source, settings.teacher):
-            require_tokens(corpus.train, model)
+            require_tokens(torch.cat((corpus.train, corpus.held_out)), model)
         claimed: list[WorkFolder] = []
         path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:
@@ -82,7 +83,7 @@ def finetune(settings: Settings) -> dict[str, object]:
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
     """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
-    require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
+    require_pair(settings.source, settings.teacher, read_text(settings.text[0])[0])
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)

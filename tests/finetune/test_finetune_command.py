@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -297,6 +298,32 @@ def test_another_teacher_is_refused_before_weights_are_loaded(
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("at", [0, len(TEXT)])
+def test_a_token_outside_the_vocabulary_is_refused_before_weights_are_loaded(
+    folders, tmp_path, monkeypatch, capsys, at
+):
+    for name in ("original", "half"):
+        shutil.copytree(folders / name, tmp_path / name)
+        add_tokenizer(tmp_path / name, shift=10)  # of 130 tokens, "~" is number 136
+    (tmp_path / "text").write_text(TEXT[:at] + "~" + TEXT[at:])
+    monkeypatch.setattr(run, "load", None)
+    assert heal(tmp_path, tmp_path / "out") == 3
+    assert "tokenizer: expected tokens below vocab_size=130, got 136" in capsys.readouterr().err
+
+
+def test_the_text_is_read_as_utf_8_in_any_locale(folders, tmp_path, monkeypatch, capsys):
+    honest = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": honest(path, encoding))
+    (tmp_path / "text").write_text("é" + TEXT, "utf-8")
+    assert heal(folders, tmp_path / "out", "--text", tmp_path / "text", "--steps", 1) == 0
+    (tmp_path / "text").write_bytes(b"wall" + "é".encode("latin-1") + TEXT.encode())
+    assert heal(folders, tmp_path / "other", "--text", tmp_path / "text") == 2
+    assert (
+        f"--text: expected UTF-8 in {tmp_path / 'text'}, got an invalid byte at byte 4"
+        in capsys.readouterr().err
+    )
 
 
 def lose_a_weight(folder):
