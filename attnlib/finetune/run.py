@@ -35,7 +35,7 @@ from .ranks import WorkerGroup, meet
 from .result import check_model, write_model
 from .settings import Settings
 from .state import Curve
-from .students import prepare, require_adapters
+from .students import bytes_written, prepare, require_adapters
 from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
@@ -87,14 +87,13 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)
-    inputs, size = {}, 0
+    inputs = {}
     for name, folder in (("source", settings.source), ("teacher", settings.teacher)):
         checkpoint = read_folder(folder)
         files, nonfinite = scan(checkpoint, lambda count: None)
         if nonfinite:
             raise CheckpointError(f"{folder}: expected finite weights, got {nonfinite}")
         inputs[name] = {file: found["sha256"] for file, found in files.items()}
-        size = sum(shard.size for shard in checkpoint.shards)
     identity = {
         "tool": TOOL,
         "torch": str(torch.__version__),
@@ -105,8 +104,9 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
-    # The disk must hold the weights, their two Adam moments, and a new state file beside the old one.
-    require_room(target.parent, 4 * size, size, 16)
+    # A new state is written beside the old one, and the result beside the last one.
+    state, result = bytes_written(settings)
+    require_room(target.parent, state, max(state, result), 16)
     work.begin()
     claimed.append(work)
     return str(work.folder)

@@ -164,6 +164,24 @@ def test_a_half_precision_source_stays_one(folders, tmp_path):
     assert weights(tmp_path / "out")[kept].equal(weights(tmp_path / "half")[kept])
 
 
+@pytest.mark.parametrize("options", [(), ("--train", "all"), ("--lora", 2)], ids=str)
+def test_room_is_asked_for_what_is_written(folders, tmp_path, monkeypatch, options, capsys):
+    """Beside the weights, a state has two Adam moments, in fp32 whatever the folder's dtype."""
+    make_half(folders / "original", tmp_path / "half", torch.bfloat16)
+    asked, written, honest = [], [], run.write_model
+
+    def measure(settings, state, made):
+        honest(settings, state, made)
+        for tensors in (load_file(state), weights(made)):
+            written.append(sum(x.nbytes for x in tensors.values() if x.ndim))  # but for the counts of steps
+
+    monkeypatch.setattr(run, "require_room", lambda *found: asked.append(found[1:3]))
+    monkeypatch.setattr(run, "write_model", measure)
+    options = (*options, "--steps", 1, "--teacher", folders / "original", "--text", folders / "text")
+    assert heal(tmp_path, tmp_path / "out", *options) == 0, capsys.readouterr().err
+    assert asked == [(written[0], max(written))]
+
+
 def test_latent_layers_learn_and_the_constants_of_their_norms_stay(folders, tmp_path):
     sizes = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
     latent = {
