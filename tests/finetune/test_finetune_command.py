@@ -302,8 +302,12 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
         (lambda to: lose_a_weight(make_original(to)), "missing model.norm.weight"),
         (lambda to: make_original(to) and spoil(to), "expected finite weights, got"),
         (lambda to: to.mkdir(), "expected model.safetensors or"),
+        (  # finetune itself has no --follow-links
+            lambda to: linked(make_original(to) / "config.json"),
+            "got a link; for a download cache use `hf download --local-dir` or follow_links .convert ",
+        ),
     ],
-    ids=["vocabulary", "layers", "width", "tokenizer", "missing", "nan", "empty"],
+    ids=["vocabulary", "layers", "width", "tokenizer", "missing", "nan", "empty", "link"],
 )
 def test_another_teacher_is_refused_before_weights_are_loaded(
     folders, tmp_path, monkeypatch, capsys, make, message
@@ -342,6 +346,10 @@ def test_the_text_is_read_as_utf_8_in_any_locale(folders, tmp_path, monkeypatch,
         f"--text: expected UTF-8 in {tmp_path / 'text'}, got an invalid byte at byte 4"
         in capsys.readouterr().err
     )
+
+
+def linked(path):
+    path.rename(path.with_name("blob")).with_name(path.name).symlink_to("blob")
 
 
 def lose_a_weight(folder):
