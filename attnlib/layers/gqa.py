@@ -230,7 +230,8 @@ class GroupedQueryAttention(nn.Module):
         Packed x needs ``cu_seqlens`` or a packed cache step.
 
         - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
-          ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
+          ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context. Use a layer whose mask is
+          FULL; other bands align the last query with the last key, as in flash-attn.
         - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it.
         - ``attention_mask`` ``[b, t]`` is True for tokens and False for padding of a dense x, or of its
           context. ``key_starts`` and ``key_ends`` int32 ``[b]`` say the same if padding has no holes; with
@@ -244,7 +245,7 @@ class GroupedQueryAttention(nn.Module):
         describe the whole sequences and are the same on every rank.
 
         Raises:
-            ValueError: inputs contradict each other.
+            ValueError: inputs contradict each other, or the mask hides a whole context from the first query.
         """
         ranks = self.context_parallel
         bounds = key_starts, key_ends, attention_mask
