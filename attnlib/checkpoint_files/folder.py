@@ -310,7 +310,7 @@ def _open_plain(path: Path):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise CheckpointError(f"{path.name}: cannot be opened: {error.strerror}") from error
-        advice = "for a download cache use follow_links (--follow-links), or `hf download --local-dir`"
+        advice = "for a download cache use `hf download --local-dir` or follow_links (convert --follow-links)"
         raise CheckpointError(f"{path.name}: expected a plain file, got a link; {advice}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -29,7 +29,10 @@ from .wording import option
 
 Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
-BEST_MERGE = "default: principal with a calibration, else mean"
+BEST_MERGE = (
+    "default: mean without a calibration or with --align; else principal, or principal-values for models "
+    "with norms of q and k"
+)
 BEST_GROUPING = "default: similar for a principal merge, else neighbours"
 OPTIONS = MappingProxyType(  # the options that each layer type permits
     {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}

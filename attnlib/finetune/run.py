@@ -17,6 +17,7 @@ from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
 from ..convert.text.freed import give_back
+from ..convert.text.tokens import read_text
 from .corpus import Corpus
 from .distillation import Speaker
 from .folders import (
@@ -34,7 +35,7 @@ from .ranks import WorkerGroup, meet
 from .result import check_model, write_model
 from .settings import Settings
 from .state import Curve
-from .students import prepare, require_adapters
+from .students import bytes_written, prepare, require_adapters
 from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
@@ -69,7 +70,7 @@ def finetune(settings: Settings) -> dict[str, object]:
         folder = tokenizer_folder(settings.source, settings.teacher)
         corpus = Corpus.read(settings.text, folder, context=settings.context)
         for model in (settings.source, settings.teacher):
-            require_tokens(corpus.train, model)
+            require_tokens(torch.cat((corpus.train, corpus.held_out)), model)
         claimed: list[WorkFolder] = []
         path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:
@@ -82,18 +83,17 @@ def finetune(settings: Settings) -> dict[str, object]:
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
     """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
-    require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
+    require_pair(settings.source, settings.teacher, read_text(settings.text[0])[0])
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)
-    inputs, size = {}, 0
+    inputs = {}
     for name, folder in (("source", settings.source), ("teacher", settings.teacher)):
         checkpoint = read_folder(folder)
         files, nonfinite = scan(checkpoint, lambda count: None)
         if nonfinite:
             raise CheckpointError(f"{folder}: expected finite weights, got {nonfinite}")
         inputs[name] = {file: found["sha256"] for file, found in files.items()}
-        size = sum(shard.size for shard in checkpoint.shards)
     identity = {
         "tool": TOOL,
         "torch": str(torch.__version__),
@@ -104,8 +104,9 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
-    # The disk must hold the weights, their two Adam moments, and a new state file beside the old one.
-    require_room(target.parent, 4 * size, size, 16)
+    # A new state is written beside the old one, and the result beside the last one.
+    state, result = bytes_written(settings)
+    require_room(target.parent, state, max(state, result), 16)
     work.begin()
     claimed.append(work)
     return str(work.folder)

@@ -1,9 +1,13 @@
 """Select the weights that a student trains: attention or everything, directly or through LoRA adapters."""
 
+from math import prod
+
+import torch
 from torch import nn
 
+from ..checkpoint_files.folder import read_folder
 from ..convert.checkpoint.errors import CheckpointError
-from .folders import attention_layers
+from .folders import ATTENTION, attention_layers, stored_dtype
 from .settings import Settings
 
 # A converted MLA layer must not normalize its latents: a large constant channel and equally large norm
@@ -26,6 +30,19 @@ def prepare(model: nn.Module, settings: Settings) -> None:
     for name, parameter in model.named_parameters():
         constant = name.endswith(IDENTITY) and float(parameter.detach().abs().max()) >= LARGE
         parameter.requires_grad_((settings.train == "all" or id(parameter) in inside) and not constant)
+
+
+def bytes_written(settings: Settings) -> tuple[int, int]:
+    """Return upper bounds on the bytes of a training state and of the result.
+
+    A state has the trained weights and their two Adam moments in fp32. All weights of a trained part count,
+    and an adapter for each of them with ``lora``.
+    """
+    tensors, width = read_folder(settings.source).tensors, stored_dtype(settings.source).itemsize
+    shapes = {name: stored.entry.shape for name, stored in tensors.items()}
+    within = [x for name, x in shapes.items() if settings.train == "all" or {*name.split(".")} & {*ATTENTION}]
+    trained = sum(prod(x) if settings.lora is None else settings.lora * sum(x) for x in within)
+    return 3 * torch.float32.itemsize * trained, width * sum(map(prod, shapes.values()))
 
 
 def require_adapters() -> None:

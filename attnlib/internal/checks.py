@@ -4,7 +4,7 @@ Values on the device are only checked with ``ATTNLIB_CHECK=1``.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -87,16 +87,19 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
 def check_dims(
     name: str,
     tensors: Sequence[Tensor],
-    dims: Sequence[str],
+    dims: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
     least: Mapping[str, int],
 ) -> None:
     """Raise ValueError if tensors that a mask or score function reads do not match the ``sizes`` of a call.
 
     ``dims`` holds a letter for each dimension of each tensor ("" if unknown). ``sizes`` has the exact size of
-    a letter, and ``least`` a lower bound; "T" stands for ``t`` or more. A letter in neither mapping is not
-    compared. Without this check, an index out of range would be clamped and read a wrong element.
+    a letter, and ``least`` a lower bound; "T" stands for ``t`` or more, and "t/64+1" for one more than the
+    blocks of 64 in ``t``. A letter in neither mapping is not compared. Without this check, an index out of
+    range would be clamped and read a wrong element.
     """
+    blocks = {dim for letters in dims for dim in letters if "/" in dim}
+    sizes, least = ({**known, **_of_blocks(blocks, known)} for known in (sizes, least))
     for x, letters in zip(tensors, dims, strict=False):
         pairs = [*zip(letters, x.shape, strict=False)]
         if any(sizes.get(dim, size) != size or size < least.get(dim, 0) for dim, size in pairs):
@@ -105,9 +108,23 @@ def check_dims(
             expected = ", ".join(bounds.get(dim, dim.lower()) for dim in letters)
             turned = x.dim() == 2 and "n" in letters and sizes.get("h") == x.shape[1 - letters.index("h")]
             remedy = (
-                "; transpose it, or use heads_last=True for T5's own table [buckets, h]" if turned else ""
+                "; transpose it, or use heads_last=True for T5's own table [buckets, h]"
+                if turned
+                else "; list the blocks of all its queries, and pass its number of keys to block_list"
+                if blocks.intersection(letters)
+                else ""
             )
             raise ValueError(f"{name} [{expected}] as the call has them, got {tuple(x.shape)}{remedy}")
+
+
+def _of_blocks(dims: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of each dimension such as "t/64+1" whose letter is in ``sizes``."""
+    found = {}
+    for dim in dims:
+        block, _, more = dim[2:].partition("+")
+        if dim[0] in sizes:
+            found[dim] = -(-sizes[dim[0]] // int(block)) + int(more or 0)
+    return found
 
 
 def is_recorded(x: Tensor) -> bool:

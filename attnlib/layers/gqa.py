@@ -240,7 +240,8 @@ class GroupedQueryAttention(nn.Module):
         Packed x needs ``cu_seqlens`` or a packed cache step.
 
         - ``context`` is attended to in place of x (cross-attention). It is a tensor ``[b, t, m]``, packed
-          ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context.
+          ``[t, m]`` with ``cu_seqlens_context``, or the KVView of a stored context. Use a layer whose mask is
+          FULL; other bands align the last query with the last key, as in flash-attn.
         - ``keys`` are those of another layer for the tokens of x: its ``key_value(x, angles)``, or in a cache
           step its ``view()``. Gradients flow to the other layer. The layer that owns keys takes them too, so
           that they are projected once.
@@ -257,7 +258,7 @@ class GroupedQueryAttention(nn.Module):
         describe the whole sequences and are the same on every rank.
 
         Raises:
-            ValueError: inputs contradict each other.
+            ValueError: inputs contradict each other, or the mask hides a whole context from the first query.
         """
         ranks = self.context_parallel
         offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)

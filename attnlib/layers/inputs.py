@@ -166,6 +166,8 @@ def check(
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
         _check_context(context, x, hidden_size, projection)
+        if not projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
+            _check_first_query(x, context, {"the layer": mask, "mask=": given.mask})
     if rope is not None:
         _check_positions(x, given.positions, projection)
     if rope is not None and is_dense and given.key_starts is given.key_ends is None:
@@ -233,6 +235,25 @@ def _check_context(context: Tensor, x: Tensor, hidden_size: int, projection: nn.
     if context.dim() != x.dim():
         expected = f"[b, t, m={hidden_size}]" if x.dim() == 3 else f"packed [t, m={hidden_size}] like x"
         raise ValueError(f"context: expected {expected}, got {tuple(context.shape)}")
+
+
+def _check_first_query(x: Tensor, context: Tensor, masks: Mapping[str, AnyMask | None]) -> None:
+    """Raise ValueError if the band of a mask hides a whole dense context from the first query.
+
+    The last query is aligned with the last key, as in flash-attn, and a context may be too short for that.
+    """
+    queries, keys = x.shape[-2], context.shape[-2]
+    if x.dim() != 3 or len(x) != len(context) or not 0 < keys < queries:
+        return
+    for name, mask in masks.items():
+        first = keys - queries
+        if not isinstance(mask, Mask | MaskFunction) or any(mask.band.keys(first, first + 1, keys)):
+            continue
+        raise ValueError(
+            f"context: expected more tokens for {queries} queries, as {mask.band.spelled} of {name} aligns "
+            f"the last query with the last key, got {keys}, which hides all keys from the first query; use "
+            "mask=FULL in a layer whose queries see the whole context"
+        )
 
 
 def _check_types(given: Inputs) -> None:

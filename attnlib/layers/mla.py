@@ -52,6 +52,8 @@ class MultiHeadLatentAttention(nn.Module):
     and ``gate`` multiplies the heads' outputs before o_proj by factors that g_proj computes from the input.
     ``own_keys=False`` makes a layer that attends to the latents of another layer, given by ``keys=``. It has
     no kv_a_proj_with_mqa and kv_a_layernorm, and expands the latents with its own kv_b_proj.
+    With YaRN, the layer multiplies ``scale`` by ``rope.latent_scale``, DeepSeek's factor ``mscale * mscale``:
+    a ``scale`` that you pass must not contain it.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:

@@ -64,7 +64,7 @@ class MaskFunction:
         far: the keys that a cache must retain, if fewer suffice than the band shows; otherwise None.
         sections: int32 offsets at which the documents of a row start, and the end of the last one, if the
             function only separates documents; otherwise None.
-        dims: the letters of each tensor's dimensions, as in :class:`ScoreFunction`; "" if undocumented.
+        dims: the letters of each tensor's dimensions, as in ``checks.check_dims``; "" if undocumented.
     """
 
     band: Band
@@ -76,7 +76,7 @@ class MaskFunction:
     sizes: tuple[int, ...] = field(default=(), repr=False)  # number of queries and keys that the tiles cover
     far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
-    dims: tuple[str, ...] = field(default=(), repr=False)
+    dims: tuple[Sequence[str], ...] = field(default=(), repr=False)
 
     @property
     def spelled(self) -> str:
@@ -254,7 +254,7 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
 
 
 def _simplest(
-    band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[str, ...]
+    band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[Sequence[str], ...]
 ) -> "Band | MaskFunction":
     """Return a MaskFunction, or only its band if the program always returns True and reads no tensors."""
     says_nothing = program.text.endswith("return True") and not tensors

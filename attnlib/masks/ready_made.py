@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..internal.checks import check_count, is_strided, refuse_tensor, varies
+from ..internal.checks import are_checks_on, check_count, is_strided, refuse_tensor, varies
 from ..internal.signatures import kind
 from ..tracing.trace import QUERY_OFFSET
 from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
@@ -161,14 +161,22 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     ``h`` may be 1. Blocks have ``block_size`` tokens. Query blocks start at the call's first row, key blocks
     at key 0, and ``keys`` is the number of keys. Native sparse attention (Yuan et al., 2025, arXiv
     2502.11089) and MoBA (Lu et al., 2025, arXiv 2502.13189) select keys in this way.
+
+    Dense calls raise ValueError unless the blocks cover exactly their queries and keys. A number that is no
+    block raises one only with ``ATTNLIB_CHECK=1``; otherwise it shows nothing.
     """
     _check("indices", indices, 4)
     check_count("block_size", block_size, least=1)
     check_count("keys", keys, least=1)
     blocks = -(-keys // block_size)
+    known = (indices >= 0) & (indices < blocks)
+    if are_checks_on(indices) and (wrong := indices[~known & (indices != -1)]).numel():
+        raise ValueError(
+            f"indices: expected -1 or less than {blocks}, the blocks of {block_size} in {keys} keys, got "
+            f"{wrong[0].item()}"
+        )
     # One more block, which stays hidden, takes the entries of -1, and is read for keys after the last block.
     shown = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
-    known = (indices >= 0) & (indices < blocks)
     shown.scatter_(3, torch.where(known, indices, blocks).long(), True)
     shown[..., blocks] = False
     one_head = indices.shape[1] == 1
@@ -176,7 +184,8 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     def read(b, h, i, j, first, shown):
         return shown[b, 0 if one_head else h, (i - first[b]) // block_size, j // block_size]
 
-    return replace(mask_mod(read, QUERY_OFFSET, shown), dims=("b1" if one_head else "bh",))
+    dims = "b", "1" if one_head else "h", f"s/{block_size}", f"t/{block_size}+1"
+    return replace(mask_mod(read, QUERY_OFFSET, shown), dims=(dims,))
 
 
 @kind

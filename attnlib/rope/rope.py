@@ -107,7 +107,7 @@ class Rope:
         """DeepSeek's factor on the softmax scale: ``mscale(factor, mscale_all_dim) ** 2``.
 
         It is 1 if the rope has no ``mscale_all_dim``. It applies to rotated and unrotated channels, in
-        addition to ``amplitude``.
+        addition to ``amplitude``. MultiHeadLatentAttention applies it; other layers apply only ``amplitude``.
         """
         if isinstance(self.scaling, YaRNScaling) and self.scaling.mscale_all_dim:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2

@@ -115,7 +115,8 @@ class YaRNScaling:
 
     ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``, or ``attention_factor`` if you pass one. As in Hugging
     Face configs, an mscale of 0 counts as missing. ``Rope.amplitude`` uses the mscale parameters only if both
-    are given; ``Rope.latent_scale`` uses only ``mscale_all_dim``.
+    are given; ``Rope.latent_scale`` uses only ``mscale_all_dim``. Layers apply these factors
+    themselves, so pass their ``scale`` without them.
 
     Raises:
         TypeError: a field has the wrong type.

@@ -71,7 +71,9 @@ def _named(name: str, among: Iterable, what: str):
     known = {entry.name: entry for entry in among}
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known, n=1)
+    text = str(name).lower()
+    begun = [other for other in known if text and other.startswith(text)]
+    close = begun or difflib.get_close_matches(text, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"{what}: expected one of {', '.join(known)}; got {name!r}{hint}")
 

@@ -36,6 +36,9 @@ SHORT = {
     "a small tree": (lambda: masks.tree(torch.ones(3, 3) > 0), "s=5, s=5"),
     "fewer counts": (lambda: masks.seqused(torch.ones(3).int(), torch.ones(2).int()), "b=3"),
     "fewer lists": (lambda: masks.block_list(torch.zeros(2, 1, 1, 1).int(), 8, 5), "b=3"),
+    "few lists": (lambda: masks.block_list(torch.zeros(3, 1, 1, 1).int(), 4, 5), r"s/4=2, t/4\+1=3"),
+    "lists of more keys": (lambda: masks.block_list(torch.zeros(3, 1, 1, 1).int(), 8, 9), r"t/8\+1=2"),
+    "lists of fewer keys": (lambda: masks.block_list(torch.zeros(3, 1, 2, 1).int(), 4, 4), r"t/4\+1=3"),
 }
 
 
@@ -111,6 +114,22 @@ class TestLengthsThatTheHostKnows:
             monkeypatch.setenv("ATTNLIB_CHECK", "1")
             with pytest.raises(ValueError, match=rf"{name}: .* t>=6"):
                 cached_attention(q, view, **option | changed)
+
+
+@torch.no_grad()
+def test_block_lists_of_a_cache_may_cover_more_keys(monkeypatch):
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    layer = GroupedQueryAttention(32, H, mask=masks.block_list(torch.tensor([[[[0, 1]]]]), 4, 8))
+    cache = KVCache.contiguous([layer.kv_layout], max_sequences=1, max_length=16)
+    cache.admit()
+    for tokens in (3, 1, 4):
+        with cache.step(tokens) as (kv,):
+            layer(torch.randn(1, tokens, 32), kv=kv)
+    with (
+        pytest.raises(ValueError, match=r"t/4\+1>=4.*\(1, 1, 1, 3\); list the blocks .* to block_list"),
+        cache.step(1) as (kv,),
+    ):
+        layer(torch.randn(1, 1, 32), kv=kv)
 
 
 def test_layers_know_the_heads_of_a_mask():

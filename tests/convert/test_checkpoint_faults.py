@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -289,6 +289,29 @@ def test_a_work_folder_of_a_stranger_is_refused(tmp_path, source, monkeypatch):
     work.symlink_to(tmp_path / "moved")
     with pytest.raises(RequestError, match="of this user"):
         run(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("has_follower", [False, True])
+def test_a_run_that_ends_between_open_and_lock_is_no_longer_there(tmp_path, monkeypatch, has_follower):
+    """Its file is deleted then, or another run's, which a lock of the deleted file would not keep out."""
+    target, honest, followers = tmp_path / "out", writing.fcntl.flock, ExitStack()
+
+    def ends_first(descriptor, operation):
+        monkeypatch.setattr(writing.fcntl, "flock", honest)
+        Path(f"{target}.lock").unlink()
+        if has_follower:
+            followers.enter_context(writing.only_one(target))
+        honest(descriptor, operation)
+
+    monkeypatch.setattr(writing.fcntl, "flock", ends_first)
+    with (
+        followers,
+        nullcontext() if has_follower else writing.only_one(target),
+        pytest.raises(RequestError, match="another run writes there"),
+        writing.only_one(target),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_conversions_to_one_target_exclude_each_other(tmp_path, source, whole):

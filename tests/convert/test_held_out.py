@@ -121,7 +121,13 @@ def test_a_difference_is_an_error_only_where_nothing_was_lost(source, tmp_path):
         check(other, {"0": {"key_error": 0.0}})
 
 
-SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexity_after": 130.2}
+SAID = {
+    "text": "a text",
+    "tokens": 4096,
+    "perplexity_before": 27.94,
+    "perplexity_after": 130.2,
+    "kl_nats": 1e-4,
+}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,11 @@ SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexit
         ),
         ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: no loss to recover"),
         ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: no loss to recover"),
+        (
+            {"perplexity_after": 20.0, "kl_nats": 0.5},
+            "20 after on 4,096 tokens of a text, but a KL divergence of 0.5 nats from the source; fine-",
+        ),
+        ({"kl_nats": 1.5}, "130 after on 4,096 tokens of a text; fine-tuning usually"),
         (
             {"perplexity_before": None, "perplexity_after": None},
             "too large to compute before, too large to compute after",

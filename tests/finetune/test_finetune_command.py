@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,24 @@ def test_a_half_precision_source_stays_one(folders, tmp_path):
     assert weights(tmp_path / "out")[kept].equal(weights(tmp_path / "half")[kept])
 
 
+@pytest.mark.parametrize("options", [(), ("--train", "all"), ("--lora", 2)], ids=str)
+def test_room_is_asked_for_what_is_written(folders, tmp_path, monkeypatch, options, capsys):
+    """Beside the weights, a state has two Adam moments, in fp32 whatever the folder's dtype."""
+    make_half(folders / "original", tmp_path / "half", torch.bfloat16)
+    asked, written, honest = [], [], run.write_model
+
+    def measure(settings, state, made):
+        honest(settings, state, made)
+        for tensors in (load_file(state), weights(made)):
+            written.append(sum(x.nbytes for x in tensors.values() if x.ndim))  # but for the counts of steps
+
+    monkeypatch.setattr(run, "require_room", lambda *found: asked.append(found[1:3]))
+    monkeypatch.setattr(run, "write_model", measure)
+    options = (*options, "--steps", 1, "--teacher", folders / "original", "--text", folders / "text")
+    assert heal(tmp_path, tmp_path / "out", *options) == 0, capsys.readouterr().err
+    assert asked == [(written[0], max(written))]
+
+
 def test_latent_layers_learn_and_the_constants_of_their_norms_stay(folders, tmp_path):
     sizes = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
     latent = {
@@ -283,8 +302,12 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
         (lambda to: lose_a_weight(make_original(to)), "missing model.norm.weight"),
         (lambda to: make_original(to) and spoil(to), "expected finite weights, got"),
         (lambda to: to.mkdir(), "expected model.safetensors or"),
+        (  # finetune itself has no --follow-links
+            lambda to: linked(make_original(to) / "config.json"),
+            "got a link; for a download cache use `hf download --local-dir` or follow_links .convert ",
+        ),
     ],
-    ids=["vocabulary", "layers", "width", "tokenizer", "missing", "nan", "empty"],
+    ids=["vocabulary", "layers", "width", "tokenizer", "missing", "nan", "empty", "link"],
 )
 def test_another_teacher_is_refused_before_weights_are_loaded(
     folders, tmp_path, monkeypatch, capsys, make, message
@@ -297,6 +320,36 @@ def test_another_teacher_is_refused_before_weights_are_loaded(
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("at", [0, len(TEXT)])
+def test_a_token_outside_the_vocabulary_is_refused_before_weights_are_loaded(
+    folders, tmp_path, monkeypatch, capsys, at
+):
+    for name in ("original", "half"):
+        shutil.copytree(folders / name, tmp_path / name)
+        add_tokenizer(tmp_path / name, shift=10)  # of 130 tokens, "~" is number 136
+    (tmp_path / "text").write_text(TEXT[:at] + "~" + TEXT[at:])
+    monkeypatch.setattr(run, "load", None)
+    assert heal(tmp_path, tmp_path / "out") == 3
+    assert "tokenizer: expected tokens below vocab_size=130, got 136" in capsys.readouterr().err
+
+
+def test_the_text_is_read_as_utf_8_in_any_locale(folders, tmp_path, monkeypatch, capsys):
+    honest = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": honest(path, encoding))
+    (tmp_path / "text").write_text("é" + TEXT, "utf-8")
+    assert heal(folders, tmp_path / "out", "--text", tmp_path / "text", "--steps", 1) == 0
+    (tmp_path / "text").write_bytes(b"wall" + "é".encode("latin-1") + TEXT.encode())
+    assert heal(folders, tmp_path / "other", "--text", tmp_path / "text") == 2
+    assert (
+        f"--text: expected UTF-8 in {tmp_path / 'text'}, got an invalid byte at byte 4"
+        in capsys.readouterr().err
+    )
+
+
+def linked(path):
+    path.rename(path.with_name("blob")).with_name(path.name).symlink_to("blob")
 
 
 def lose_a_weight(folder):

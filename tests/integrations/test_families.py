@@ -294,6 +294,18 @@ def test_frozen_weights_stay_frozen(family):
     assert learning == [f"{name.rsplit('.', 2)[0]}.layer.{part}.weight" for part in parts]
 
 
+def test_a_field_that_transformers_ignores_is_refused_with_the_way_out():
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["gemma3_text"](**SIZES | {"attn_logit_softcapping": 0.01})
+    ).eval()
+    tokens = torch.arange(9)[None]
+    expected = model(tokens).logits
+    with pytest.raises(NotImplementedError, match=r"None, got 0.01; .* config.attn_logit_softcapping = None"):
+        hf.replace(model)
+    model.config.attn_logit_softcapping = None
+    torch.testing.assert_close(hf.replace(model)(tokens).logits, expected)
+
+
 def test_a_family_that_is_refused_is_left_alone():
     model = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gemma2"](**SIZES | {"use_bidirectional_attention": True})

@@ -3,6 +3,7 @@ training.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from layer_helpers import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from attnlib import CAUSAL, FULL, GroupedQueryAttention, Rope, attention, rotate, sliding
+from attnlib import CAUSAL, FULL, GroupedQueryAttention, Mask, Rope, attention, masks, rotate, sliding
 
 # Inputs
 
@@ -134,6 +135,25 @@ def test_cross_attention_depends_on_the_set_of_keys_only(kind):
     close(layer(x, context=context.flip(1)), out)
     close(layer(x, context=x), layer(x))
     close(layer(x, context=context[:, :1]), layer(x, context=context[:, :1].expand(-1, 6, -1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mask", "fewest"), [(CAUSAL, 6), (Mask(left=2, right=1), 5), (Mask(right=0, prefix=1), 1)], ids=str
+)
+def test_a_mask_aligns_the_last_query_with_the_last_token_of_a_context(kind, mask, fewest):
+    """With fewer keys, the first query would see none, and return the bias of the output."""
+    layer, x, context = make(kind, rope=False, mask=mask), tokens(2, 6), tokens(2, 8, seed=1)
+    full = copy.deepcopy(layer)
+    full.mask = FULL
+    shown = mask.visible(torch.arange(2, 8)[:, None], torch.arange(8))[None, None]
+    close(layer(x, context=context), full(x, context=context, mask=masks.mask_tensor(shown)))
+    layer(x, context=context[:, :fewest])
+    layer(x, context=context[:, :0])  # which no mask shows
+    for run, name in ((layer, "the layer"), (partial(full, mask=mask), "mask=")) if fewest > 1 else ():
+        expected = rf"context: expected more .* 6 .* of {name} aligns .* got {fewest - 1}, .* mask=FULL"
+        with pytest.raises(ValueError, match=expected):
+            run(x, context=context[:, : fewest - 1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,6 +70,16 @@ def test_a_mask_is_what_it_says(name, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("wrong", [2, -2, 2**40])
+def test_numbers_of_no_block_are_refused_where_values_are_read(wrong, monkeypatch):
+    listed = torch.tensor([[[[1, -1, wrong]]]])
+    masks.block_list(listed, 4, 8)
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    with pytest.raises(ValueError, match=f"indices: expected -1 or less than 2, .* 4 in 8 keys, got {wrong}"):
+        masks.block_list(listed, 4, 8)
+    masks.block_list(listed[..., :2], 4, 8)
+
+
 def test_documents_are_packed_sequences():
     lengths = torch.tensor([0, 5, 5, 13, 20])
     q = torch.randn(20, 4, 8)

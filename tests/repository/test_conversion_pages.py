@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from attnlib.__main__ import main
 from attnlib.convert import command as convert
 from attnlib.convert.checkpoint import errors
+from attnlib.convert.heads.recipe import recipe
 from attnlib.convert.targets import require_own_options
 from attnlib.finetune import command as finetune
 from attnlib.models.families import SEEING, STORED
@@ -79,6 +81,14 @@ def differences(text: str, parser: argparse.ArgumentParser) -> list[tuple[str, s
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_reference_has_every_option_once_with_its_default(name):
     assert not differences(section(REFERENCE, f"## {name}"), parser_of(name))
+
+
+def test_the_help_states_every_default_of_a_merge():
+    [stated] = [default(x) for x in parser_of("convert")._actions if x.dest == "merge"]
+    for calibrated, maps_keys, align in product((False, True), (False, True), (None, "values")):
+        chosen = recipe(align=align, calibrated=calibrated, maps_keys=maps_keys).merge
+        last = stated.split("; else ")[calibrated and align is None]
+        assert chosen in re.findall(r"[a-z-]+", last), (stated, chosen)
 
 
 def test_a_planted_error_of_the_reference_is_found():

@@ -52,6 +52,7 @@ def printed(recipe: Recipe) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice on products of fp32
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # which PEFT still asks for
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by Dynamo
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.page}#{anchor(recipe.heading)}")
 def test_a_recipe_runs_and_says_the_same_twice(recipe):

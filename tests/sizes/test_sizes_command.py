@@ -184,6 +184,8 @@ def test_the_list_has_every_name_and_source(capsys):
             "layers: expected at least 1, got none",
         ),
         (["--model", "gpt-2", "--chip", "h20"], "did you mean 'h200'?"),
+        (["--model", "gpt-2", "--chip", "A100"], "did you mean 'a100-80gb'?"),
+        (["--model", "gpt-2", "--chip", "MI300X"], "did you mean 'mi300x'?"),
         (["--model", "gpt-2", "--context", "0"], "contexts: expected sizes of at least 1"),
         (["--model", "gpt-2", "--page-size", "0"], "page_size: expected at least 1 token, got 0"),
         (["--model", "gpt-2", "--window", "0"], "window: expected at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""Decide from layer errors if a conversion lost quality, and describe the loss by perplexities."""
+"""Decide from layer errors if a conversion lost quality, and describe the loss by perplexities and KL."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,9 @@ from ..checkpoint.verify import Errors
 from ..latent.losses import BASELINE
 
 LOSSLESS = 1e-6  # all layer errors below this count as fp32 rounding, so nothing was lost
-NOTICED = 1e-3  # a relative increase of the perplexity above this counts as a loss
+# A relative increase of the perplexity above this counts as a loss, and so does a KL divergence above it in
+# nats: the perplexity alone may stay, or even fall, while the predictions change.
+NOTICED = 1e-3
 RETURNS = (
     "fine-tuning usually recovers most of the loss (in docs/conversion.md a small model with half of its KV "
     "heads came back to within 1 % of its bits per byte in 1,000 steps): "
@@ -38,7 +40,9 @@ def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object 
     where = f"on {measures['tokens']:,} tokens of {measures['text']}"
     line = f"perplexity {_number(before)} before, {_number(after)} after {where}"
     if after is not None and before is not None and after <= before * (1 + NOTICED):
-        return f"{line}: no loss to recover by fine-tuning"
+        if measures["kl_nats"] <= NOTICED:
+            return f"{line}: no loss to recover by fine-tuning"
+        line += f", but a KL divergence of {measures['kl_nats']:.3g} nats from the source"
     return f"{line}; {RETURNS.format(source=source, out=out)}"
 
 

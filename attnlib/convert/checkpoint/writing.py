@@ -150,21 +150,37 @@ def only_one(target: Path) -> Iterator[None]:
         RequestError: another process holds the lock.
     """
     path = f"{target}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
+        descriptor = _locked(path)
+    except BlockingIOError:
+        raise RequestError(
+            f"{target}: expected no other run, and another run writes there; wait until it ends"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+        os.close(descriptor)
+
+
+def _locked(path: str) -> int:
+    """Create and lock the file at ``path``, and return its descriptor.
+
+    A run that ends deletes its file. If it does so between our open and our lock, we have locked a file that
+    nobody else will find, so we begin again.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor))
-        except BlockingIOError:
-            mine = False
-        if not mine:  # another run holds the lock file, or deleted it before we locked it
-            raise RequestError(
-                f"{target}: expected no other run, and another run writes there; wait until it ends"
-            )
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                os.unlink(path)
-    finally:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)

@@ -48,6 +48,7 @@ class Family(AttentionStorage):
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
     fixed: tuple[tuple[str, object], ...] = ()  # config fields that must have this value
+    unused: tuple[str, ...] = ()  # config fields that must be None, as transformers' layers never read them
     returns: int = 2  # attention returns a tuple of this length, 3 in T5
 
 
@@ -141,7 +142,8 @@ FAMILIES = MappingProxyType(
             stored("gemma3_text"),
             **GEMMA2,
             norm=OffsetRMSNorm,
-            fixed=(*NOT_BOTH_WAYS, ("attn_logit_softcapping", None)),  # its layers never read this field
+            fixed=NOT_BOTH_WAYS,
+            unused=("attn_logit_softcapping",),
         ),
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("glm4", "self"): GLM4,

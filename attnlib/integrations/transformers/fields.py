@@ -56,6 +56,12 @@ def check_fields(family: Family, config: Any) -> None:
     for name, expected in family.fixed:
         if getattr(config, name, expected) not in (expected, None):
             raise NotImplementedError(f"{name}: expected {expected!r}, got {getattr(config, name)!r}")
+    for name in family.unused:
+        if (value := getattr(config, name, None)) is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, got {value!r}; {config.model_type} ignores it in transformers, so "
+                f"config.{name} = None gives the same results"
+            )
     known = ELSEWHERE | _read(family)
     for name, value in config.to_dict().items():
         if value is not None and name not in known and not name.startswith("_"):
@@ -71,6 +77,7 @@ def _read(family: Family) -> frozenset[str]:
         frozenset(value for value in named if isinstance(value, str))
         | READ
         | {name for name, _ in family.fixed}
+        | {*family.unused}
     )
     read |= SIZES | DERIVED if family.is_latent else set()
     read |= {"partial_rotary_factor"} if family.rotates_part else set()

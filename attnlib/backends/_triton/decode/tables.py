@@ -120,7 +120,7 @@ MAX_ROWS_INT8_FP8 = 32  # up to this many query rows, HOPPER_INT8_FP8 runs, in o
 #   64 x 8k, int8            255             282
 #   64 x 8k, fp8             255             277
 #   16 x 1k, 8 bits         14.3            15.2
-# Fewer loads in flight (slots, or stages) are faster. Microseconds:
+# Two or three slots (stages) are faster than more: two keep the memory busy. Microseconds:
 #   slots               2      3     4     6
 #   16 x 8k         126.8  127.6
 #   64 x 8k, int8     255    258
