@@ -66,6 +66,7 @@ from .layers import (
 from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from .masks.function import MaskFunction
 from .merge import merge_states
+from .rope.axes import Axes
 from .rope.rope import Angles, Rope, rotate
 from .rope.scaling import QueryTemperature
 from .scores import ScoreFunction, score_mod
@@ -99,6 +100,7 @@ __all__ = [
     "FULL",
     "QUERY_OFFSET",
     "Angles",
+    "Axes",
     "CacheFullError",
     "Explanation",
     "Fp8Inputs",

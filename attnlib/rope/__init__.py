@@ -1,10 +1,12 @@
 """Rotary position embeddings.
 
 ``rope.py`` defines Rope, the description of an embedding that layers store. ``scaling.py`` holds the
-published rules for longer contexts, and ``rotation.py`` rotates heads by angles. ``selected.py`` builds a
-rope from selected channel pairs of another rope, for checkpoint conversion.
+published rules for longer contexts, ``axes.py`` the ropes of several axes, and
+``rotation.py`` rotates heads by angles. ``selected.py`` builds a rope from selected channel pairs of another
+rope, for checkpoint conversion.
 """
 
+from .axes import Axes
 from .rope import Rope, yarn_ramp
 from .rotation import Angles, check_rotation, rotate
 from .scaling import (
@@ -22,6 +24,7 @@ from .selected import select
 
 __all__ = [
     "Angles",
+    "Axes",
     "DynamicNTKScaling",
     "LinearScaling",
     "Llama3Scaling",
