@@ -67,6 +67,7 @@ from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from .masks.function import MaskFunction
 from .merge import merge_states
 from .rope.axes import Axes
+from .rope.mrope import mrope_positions
 from .rope.rope import Angles, Rope, rotate
 from .rope.scaling import QueryTemperature
 from .scores import ScoreFunction, score_mod
@@ -129,6 +130,7 @@ __all__ = [
     "load_pretrained",
     "mask_mod",
     "merge_states",
+    "mrope_positions",
     "quantize_fp8",
     "rotate",
     "score_mod",
