@@ -230,6 +230,7 @@ class GroupedQueryAttention(nn.Module):
           them, the host does not wait for the device.
         - ``positions`` are ``[b, s]`` or ``[t]``, and affect rope only. None means ``kv.positions`` in a
           cache step, positions from 0 in each sequence with ``cu_seqlens``, and ``arange(s)`` otherwise.
+          With ``rope.axes``, they are ``[axes, b, s]`` or ``[axes, t]``, and a cache step needs them.
         - ``angles`` are precomputed, by ``rope.angles(positions)`` or :func:`attnlib.shared_angles`.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
 
@@ -245,7 +246,9 @@ class GroupedQueryAttention(nn.Module):
         given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
         angles = angles_of(self.rope, x, given)
-        share, q = self._query(x, angles, None if self.temperature is None else positions_of(x, given))
+        share, q = self._query(
+            x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
+        )
         score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
         attention = attention_call(self, score, given, q.shape[-2], share)
         if isinstance(context, KVView):

@@ -185,7 +185,9 @@ class MultiHeadLatentAttention(nn.Module):
         given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, x, given)
-        q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
+        q_nope, q_rope = self.query(
+            x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
+        )
         share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
         attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
