@@ -41,8 +41,8 @@ class Axes:
     >>> axes = Axes((4, 2, 2), "interleaved")
     >>> axes.pair_axes
     (0, 1, 2, 0, 1, 2, 0, 0)
-    >>> patches = torch.tensor([[7, 7, 7, 7], [0, 0, 1, 1], [0, 1, 0, 1]])  # time, row and column
-    >>> attnlib.Rope(16, axes=axes).angles(patches).cos.shape
+    >>> positions = torch.tensor([[7, 7, 7, 7], [0, 0, 1, 1], [0, 1, 0, 1]])  # of 4 patches
+    >>> attnlib.Rope(16, axes=axes).angles(positions).cos.shape
     torch.Size([4, 8])
     """
 

@@ -47,7 +47,7 @@ def mrope_positions(
         TypeError: an argument is not a tensor, or has another dtype.
         ValueError: a shape does not fit, or the grids are not those of the tokens.
 
-    >>> token_types = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0]])  # text, an image of 2 x 3 tokens, text
+    >>> token_types = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0]])  # an image of 2 x 3
     >>> positions, following = mrope_positions(token_types, torch.tensor([[1, 2, 3]]))
     >>> positions[:, 0]
     tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5],

@@ -16,10 +16,13 @@ small = st.integers(1, 5)
 runs = st.lists(st.tuples(st.sampled_from((IMAGE, VIDEO)), small, small, small, small), max_size=4)
 
 
-def prompt(first: int, parts) -> tuple[list[int], list[tuple[int, tuple[int, int, int]]]]:
-    """Token types and grids: ``first`` text tokens, then of each part an image or video and more text."""
+def prompt(first: int, parts, last: int) -> tuple[list[int], list[tuple[int, tuple[int, int, int]]]]:
+    """Token types and grids: ``first`` text tokens, then of each part an image or video and more text; after
+    the last part, as many text tokens as ``last``.
+    """
     types, grids = [TEXT] * first, []
-    for modality, time, height, width, text in parts:
+    for number, (modality, time, height, width, text) in enumerate(parts, 1):
+        text = text if number < len(parts) else last
         time = time if modality == VIDEO else 1
         grids.append((modality, (time, height, width)))
         types += [modality] * (time * height * width) + [TEXT] * text
@@ -29,7 +32,7 @@ def prompt(first: int, parts) -> tuple[list[int], list[tuple[int, tuple[int, int
 @st.composite
 def prompts(draw):
     """A batch of prompts, padded on either side: token types, attention mask and grids in order."""
-    rows = draw(st.lists(st.tuples(small, runs), min_size=1, max_size=3))
+    rows = draw(st.lists(st.tuples(small, runs, st.integers(0, 3)), min_size=1, max_size=3))
     made = [prompt(*row) for row in rows]
     longest, is_left = max(len(types) for types, _ in made), draw(st.booleans())
     types, shown = [], []
