@@ -283,7 +283,10 @@ class GroupedQueryAttention(nn.Module):
         return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
-        """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""
+        """Return normalized, rotated queries ``[..., h, d]``.
+
+        A temperature needs integer ``positions`` ``[b, s]`` or ``[t]``, of axis 0 if the rope has several.
+        """
         return self._query(x, angles, positions)[1]
 
     def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> tuple[Share, Tensor]:
