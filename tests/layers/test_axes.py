@@ -102,6 +102,27 @@ def test_a_sequence_with_an_image_is_decoded_step_by_step(kind, store, page_size
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_a_packed_step_takes_packed_positions(kind):
+    """Sequences of different lengths, each at positions [axes, t] of its own; the same when compiled."""
+    torch._dynamo.reset()
+    model, x = Stack(made(kind)), tokens(2, 11)
+    positions, _ = image_positions(model.layers[0])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted = model(x, positions=positions)
+    for run in (model, compiled):
+        cache = cache_for(model)
+        first, second = cache.admit(2)
+        for bounds in (((0, 9), (0, 4)), ((9, 11), (4, 5))):
+            parts = [(row, slice(*bound)) for row, bound in enumerate(bounds)]
+            counts = {first: bounds[0][1] - bounds[0][0], second: bounds[1][1] - bounds[1][0]}
+            rows = torch.cat([x[part] for part in parts])
+            where = torch.cat([positions[(slice(None), *part)] for part in parts], 1)
+            with torch.no_grad(), cache.step(counts) as layers:
+                found = run(rows, layers, positions=where)
+            close(found, torch.cat([wanted[part] for part in parts]))
+
+
+@pytest.mark.parametrize("kind", BOTH)
 def test_left_padding_takes_positions_as_given(kind):
     layer, x = made(kind), tokens(2, 11)
     shown = torch.ones(2, 11, dtype=torch.bool)
