@@ -67,6 +67,8 @@ from .layers import (
 from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from .masks.function import MaskFunction
 from .merge import merge_states
+from .rope.axes import Axes
+from .rope.mrope import mrope_positions
 from .rope.rope import Angles, Rope, rotate
 from .rope.scaling import QueryTemperature
 from .scores import ScoreFunction, score_mod
@@ -100,6 +102,7 @@ __all__ = [
     "FULL",
     "QUERY_OFFSET",
     "Angles",
+    "Axes",
     "CacheFullError",
     "Explanation",
     "Fp8Inputs",
@@ -129,6 +132,7 @@ __all__ = [
     "load_pretrained",
     "mask_mod",
     "merge_states",
+    "mrope_positions",
     "quantize_fp8",
     "rotate",
     "score_mod",

@@ -257,6 +257,16 @@ ROWS = (
         ("hidden_size rope", "use rope=Rope(dim, interleaved=...)"),
     ),
     (
+        "mrope_section mrope_sections mrope_interleaved",
+        ("axes", "use axes=Axes(mrope_section, order), where order is 'blocks' or 'interleaved'"),
+        ("hidden_size rope", "use rope=Rope(dim, axes=...)"),
+    ),
+    (
+        "image_grid_thw video_grid_thw grid_thw",
+        ("grids", "use grids=, for images and videos in order, after patches are merged"),
+    ),
+    ("mm_token_type_ids", ("token_types", "use token_types=")),
+    (
         "original_max_position_embeddings original_max_seq_len old_context_len",
         ("original_max_position", "use original_max_position="),
     ),

@@ -251,6 +251,7 @@ class GroupedQueryAttention(nn.Module):
           them, the host does not wait for the device.
         - ``positions`` are ``[b, s]`` or ``[t]``, and affect rope only. None means ``kv.positions`` in a
           cache step, positions from 0 in each sequence with ``cu_seqlens``, and ``arange(s)`` otherwise.
+          With ``rope.axes``, they are ``[axes, b, s]`` or ``[axes, t]``, and a cache step needs them.
         - ``angles`` are precomputed, by ``rope.angles(positions)`` or :func:`attnlib.shared_angles`.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
 
@@ -269,7 +270,9 @@ class GroupedQueryAttention(nn.Module):
             widths = self.head_dim, self.v_head_dim
             check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=False, first=self.q_proj)
         angles = angles_of(self.rope, x, given)
-        share, q = self._query(x, angles, None if self.temperature is None else positions_of(x, given))
+        share, q = self._query(
+            x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
+        )
         score = Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
         attention = attention_call(self, score, given, q.shape[-2], share)
         if given.view is not None:
@@ -308,7 +311,10 @@ class GroupedQueryAttention(nn.Module):
         return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, of_kv)
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
-        """Return normalized, rotated queries ``[..., h, d]``; a temperature needs integer ``positions``."""
+        """Return normalized, rotated queries ``[..., h, d]``.
+
+        A temperature needs integer ``positions`` ``[b, s]`` or ``[t]``, of axis 0 if the rope has several.
+        """
         return self._query(x, angles, positions)[1]
 
     def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> tuple[Share, Tensor]:

@@ -15,6 +15,7 @@ from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
+from ..rope.axes import Axes
 from ..rope.rope import Angles, Rope
 from ..rope.scaling import QueryTemperature
 from .context_parallel import ContextParallel, check_context_parallel
@@ -169,9 +170,9 @@ def check(
         if not projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
             _check_first_query(x, context, {"the layer": mask, "mask=": given.mask})
     if rope is not None:
-        _check_positions(x, given.positions, projection)
+        _check_positions(x, given.positions, projection, rope.axes)
     if rope is not None and is_dense and given.key_starts is given.key_ends is None:
-        _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask])
+        _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask], rope.axes)
     if kv is not None:
         _check_step("x", x, kv.positions, projection)
         _check_autocast("kv", x, kv.layout)
@@ -184,7 +185,9 @@ def check(
 def _check_shared(given: Inputs) -> None:
     """Raise ValueError if a cache or a context is given, since context parallelism supports neither."""
     check_context_parallel(given.context_parallel)
-    for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
+    stored = given.keys if isinstance(given.keys, KVView) else None
+    refused = ("kv", given.kv, "decode"), ("context", given.context, "attend to a context")
+    for name, x, instead in (*refused, ("keys", stored, "decode")):
         if x is not None:
             raise ValueError(
                 f"{name}: expected None with context_parallel, which shards the tokens of x only; set "
@@ -192,30 +195,35 @@ def _check_shared(given: Inputs) -> None:
             )
 
 
-def _check_positions(x: Tensor, positions: Tensor | None, projection: nn.Module) -> None:
-    """Raise ValueError unless integer positions have one entry for each token of x."""
+def _check_positions(x: Tensor, positions: Tensor | None, projection: nn.Module, axes: Axes | None) -> None:
+    """Raise ValueError unless integer positions have one entry for each axis of the rope and token of x."""
     if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
         return
-    shape, tokens = positions.shape, x.shape[:-1]
+    first = () if axes is None else (len(axes.sections),)
+    shape, tokens = positions.shape[len(first) :], x.shape[:-1]
     if (
-        shape[-1:] == tokens[-1:]
+        positions.shape[: len(first)] == first
+        and shape[-1:] == tokens[-1:]
         and len(shape) <= len(tokens)
         and (len(shape) == 1 or shape[0] in (1, tokens[0]))
     ):
         return
-    expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
-    several = (
-        "; for several positions of a token (M-RoPE) compute the Angles and pass angles="
-        if len(shape) > 2
-        else ""
-    )
-    raise ValueError(f"positions: expected {expected}, one for each token of x, got {tuple(shape)}{several}")
+    of_axes = "".join(f"axes={n}, " for n in first)
+    forms = [f"t={tokens[0]}"] if x.dim() == 2 else [f"b={tokens[0]}, s={tokens[1]}", f"s={tokens[1]}"]
+    expected, remedy = " or ".join(f"[{of_axes}{form}]" for form in forms), ""
+    if positions.shape[: len(first)] != first:
+        remedy = "; for text, whose positions are equal on all axes, pass positions.expand(axes, ...)"
+    elif not first and len(shape) > 2:
+        remedy = "; for several positions of a token (M-RoPE) give the layer Rope(..., axes=Axes(...))"
+    got = tuple(positions.shape)
+    raise ValueError(f"positions: expected {expected}, one for each token of x, got {got}{remedy}")
 
 
-def _check_restarts(positions: Tensor | None, masks: list[AnyMask]) -> None:
+def _check_restarts(positions: Tensor | None, masks: list[AnyMask], axes: Axes | None) -> None:
     """Raise ValueError if positions restart at 0 within a row, and ``masks`` cannot separate sequences.
 
-    Only mask functions can separate sequences. Positions on a GPU are read only with ATTNLIB_CHECK=1.
+    Only mask functions can separate sequences. Of several axes, only the first is read. Positions on a GPU
+    are read only with ATTNLIB_CHECK=1.
     """
     are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
     if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):
@@ -223,10 +231,12 @@ def _check_restarts(positions: Tensor | None, masks: list[AnyMask]) -> None:
     is_plain = type(positions) is Tensor and positions.device.type == "cpu" and not is_recorded(positions)
     if not (is_plain or are_checks_on(positions)):
         return
+    positions = positions if axes is None else positions[0]
     if ((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any():
         raise ValueError(
             "positions: they begin again within a row, whose sequences would see each other; pack the row "
-            "with cu_seqlens= of packing.from_position_ids, or pass mask=attnlib.masks.documents(numbers)"
+            f"with cu_seqlens={'' if axes else ' of packing.from_position_ids'}, or pass "
+            "mask=attnlib.masks.documents(numbers)"
         )
 
 

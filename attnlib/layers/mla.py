@@ -208,7 +208,9 @@ class MultiHeadLatentAttention(nn.Module):
             widths = self.kv_lora_rank, self.qk_rope_head_dim
             check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=True, first=first)
         angles = angles_of(self.rope, x, given)
-        q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
+        q_nope, q_rope = self.query(
+            x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
+        )
         share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
         attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):

@@ -106,7 +106,9 @@ def described(layer: nn.Module, *sizes: str) -> str:
     words = [f"{name}={value}" for name in sizes if (value := getattr(layer, name)) is not None]
     words.append(f"mask={layer.mask.spelled}")
     words += [] if layer.own_keys else ["own_keys=False"]
-    words += [] if layer.rope is None else [f"rope=Rope({layer.rope.dim}, theta={layer.rope.theta:,})"]
+    if (rope := layer.rope) is not None:
+        axes = "" if rope.axes is None else f", axes={rope.axes}"
+        words.append(f"rope=Rope({rope.dim}, theta={rope.theta:,}{axes})")
     for name in OPTIONS:
         value = getattr(layer, name, None)
         if isinstance(value, Tensor | nn.Module):

@@ -13,11 +13,11 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
 
     Angles in ``given`` are used as they are. Without positions, the tokens of each sequence are counted from
     0, or from the sequence's current length in a cache. With context parallelism, tokens are counted over all
-    ranks.
+    ranks. A rope of several axes has the same positions on all of them.
 
     Raises:
-        ValueError: a length-dependent rope is used in a cache or with explicit positions, or Angles come
-            without a rope or with another pairing or width.
+        ValueError: a length-dependent rope is used in a cache or with explicit positions, a rope of several
+            axes in a cache without positions, or Angles come without a rope or with another pairing or width.
     """
     positions, angles = given.positions, given.angles
     if rope is None:
@@ -33,7 +33,7 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
         return angles
     if rope.needs_length:
         return _angles_of_length(rope, x, given)
-    return rope.angles(_natural_positions(x, given) if positions is None else positions)
+    return rope.angles(_natural_positions(rope, x, given) if positions is None else positions)
 
 
 def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
@@ -47,21 +47,37 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     if given.positions is not None or given.cu_seqlens is not None:
         raise ValueError(f"positions: {rule} needs a length; pass angles=rope.angles(positions, length=...)")
     ranks = 1 if given.context_parallel is None else given.context_parallel.mesh.size()
-    return rope.angles(_natural_positions(x, given), length=x.shape[1] * ranks)
+    return rope.angles(_natural_positions(rope, x, given), length=x.shape[1] * ranks)
 
 
-def positions_of(x: Tensor, given: Inputs) -> Tensor:
-    """Return the integer positions of x's tokens, counted as in :func:`angles_of`.
+def positions_of(rope: Rope | None, x: Tensor, given: Inputs) -> Tensor:
+    """Return the integer positions of x's tokens, counted as in :func:`angles_of`; of several axes, axis 0.
 
     Raises:
         ValueError: only Angles were given, from which positions cannot be read.
     """
     if given.angles is not None and given.positions is None:
         raise ValueError("positions: the layer's temperature needs them; pass positions= with angles=")
-    return _natural_positions(x, given) if given.positions is None else given.positions
+    positions = _natural_positions(rope, x, given) if given.positions is None else given.positions
+    return positions if rope is None or rope.axes is None else positions[0]
 
 
-def _natural_positions(x: Tensor, given: Inputs) -> Tensor:
+def _natural_positions(rope: Rope | None, x: Tensor, given: Inputs) -> Tensor:
+    tokens = _counted_tokens(x, given)
+    if rope is None or rope.axes is None:
+        return tokens
+    n = len(rope.axes.sections)
+    if given.is_stored:
+        shape = ", ".join(map(str, (f"axes={n}", *tokens.shape)))
+        raise ValueError(
+            f"positions: expected [{shape}] in a cache step, got None: an image takes fewer positions than "
+            "tokens, so a cache cannot count them; pass those of the new tokens, as attnlib.mrope_positions "
+            f"counts them, or for text kv.positions.expand({n}, *kv.positions.shape)"
+        )
+    return tokens.expand(n, *tokens.shape)
+
+
+def _counted_tokens(x: Tensor, given: Inputs) -> Tensor:
     if given.kv is not None:
         return given.kv.positions
     if isinstance(given.keys, KVView):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..internal.checks import INT32
 from ..internal.signatures import kind
+from .axes import Axes
 from .rotation import Angles as Angles
 from .rotation import check_rotation as check_rotation
 from .rotation import check_strided
@@ -36,10 +37,13 @@ class Rope:
     tensors. It computes angles when they are needed, at any position and on the device of the positions, so
     there is no table that could be too short or on the wrong device.
 
+    With ``axes``, a token has one position for each axis (as in Qwen2-VL), and each channel pair rotates by
+    one of them; see :class:`Axes`.
+
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``dim`` is odd or not positive, or ``theta`` is not positive and finite, or is too small
-            for the scaling.
+        ValueError: ``dim`` is odd or not positive, ``theta`` is not positive and finite, or is too small for
+            the scaling, or ``axes`` do not fit ``dim`` or the scaling.
 
     >>> llama3 = attnlib.scaling.Llama3Scaling(8.0, 1.0, 4.0, original_max_position=8192)
     >>> rope = Rope(dim=64, theta=500_000.0, scaling=llama3)
@@ -51,6 +55,7 @@ class Rope:
     theta: float = 10_000.0
     scaling: Scaling | None = None
     interleaved: bool = False
+    axes: Axes | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
@@ -73,6 +78,22 @@ class Rope:
             pairs = len(self.scaling.short_factor)
             raise ValueError(
                 f"rope.scaling: expected {self.dim // 2} factors, one for each pair, got {pairs}"
+            )
+        if self.axes is not None:
+            self._check_axes(self.axes)
+
+    def _check_axes(self, axes: Axes) -> None:
+        if not isinstance(axes, Axes):
+            raise TypeError(f"rope.axes: expected Axes such as Axes((16, 24, 24), 'blocks'), got {axes!r}")
+        if sum(axes.sections) != self.dim // 2:
+            raise ValueError(
+                f"rope.axes: expected sections that add up to {self.dim // 2}, the channel pairs of dim="
+                f"{self.dim}, got {axes.sections}, which add up to {sum(axes.sections)}"
+            )
+        if axes.order == "ladders" and not isinstance(self.scaling, LinearScaling | Llama3Scaling | None):
+            raise ValueError(
+                "rope.scaling: expected LinearScaling, Llama3Scaling or None with a frequency ladder for "
+                f"each axis, got {type(self.scaling).__name__}, which is defined for one ladder of all pairs"
             )
 
     @property
@@ -118,16 +139,20 @@ class Rope:
     ) -> Tensor:
         """Return by how many radians each channel pair rotates per position, fp32 ``[dim / 2]``.
 
-        The scaling rule is already applied. The numbers are the same on every device. They differ from
-        those of Hugging Face transformers on a CPU by at most 4 units in the last place, and nearly all are
-        equal.
+        The scaling rule is already applied, and frequencies are in the order of the axes. The numbers are the
+        same on every device. They differ from those of Hugging Face transformers on a CPU by at most 4 units
+        in the last place, and nearly all are equal.
 
         Raises:
             TypeError: ``length`` is not an int.
             ValueError: the scaling rule needs a ``length`` and none is given, or it needs none and one is.
         """
-        scaling = self.scaling
         self._check_length(length)
+        frequencies = self._scaled_frequencies(length, device)
+        return frequencies if self.axes is None else self.axes.reordered(frequencies)
+
+    def _scaled_frequencies(self, length: int | None, device: torch.device | str | None) -> Tensor:
+        scaling = self.scaling
         exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
         # We compute powers and quotients in fp64 and round them to fp32, so all devices get the same result.
         # Computed in fp32, they would differ by a few units in the last place between devices and compilers,
@@ -161,24 +186,35 @@ class Rope:
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
         """Return the angles at integer ``positions`` of any shape, computed in fp32.
 
-        The angles are a pure rotation, without ``amplitude``. ``length`` is the sequence length for which
-        DynamicNTKScaling and LongRoPEScaling choose their factors; it must exceed the greatest position. All
-        other rules raise an error if you pass it. Negative positions rotate backwards. An angle is an fp32
-        product, so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are
-        rounded.
+        With axes, ``positions`` are ``[axes, ...]``; text has equal positions on all axes. The angles are a
+        pure rotation, without ``amplitude``. ``length`` is the sequence length for which DynamicNTKScaling
+        and LongRoPEScaling choose their factors; it must exceed the greatest position. All other rules raise
+        an error if you pass it. Negative positions rotate backwards. An angle is an fp32 product, so its
+        error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
-            ValueError: the scaling rule needs a ``length`` and none is given, or it needs none and one is.
+            ValueError: the scaling rule needs a ``length`` and none is given, or it needs none and one is; or
+                positions do not begin with the dimension of the axes.
         """
         check_strided("positions", positions, "an integer tensor")
         if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
             raise TypeError(
                 f"positions: expected an integer tensor, got {positions.dtype}; cast it with positions.long()"
             )
+        if self.axes is not None and positions.shape[:1] != (n := len(self.axes.sections),):
+            raise ValueError(
+                f"positions: expected [axes={n}, ...], one position for each axis of the rope, got "
+                f"{tuple(positions.shape)}; text has equal positions on all axes: "
+                f"positions.expand({n}, *positions.shape)"
+            )
         frequencies = self.inverse_frequencies(length=length, device=positions.device)
-        phases = positions.float().unsqueeze(-1) * frequencies
+        phases = self._per_pair(positions).float() * frequencies
         return Angles(phases.cos(), phases.sin(), self.interleaved)
+
+    def _per_pair(self, positions: Tensor) -> Tensor:
+        """Return the position of each channel pair, ``[..., dim / 2]``, or ``[..., 1]`` without axes."""
+        return positions.unsqueeze(-1) if self.axes is None else self.axes.per_pair(positions)
 
     def _base(self, length: int | None) -> float:
         """Return the base of the frequencies: ``theta``, or a larger base with an NTK scaling rule."""

@@ -217,7 +217,7 @@ class QueryTemperature:
     """A factor on queries that grows with position: ``1 + weight * ln(1 + floor((i + offset) / interval))``.
 
     Llama 4 uses it in its layers without rope (``offset=1``), Ministral 3 in all layers (``offset=0``).
-    Negative positions count as 0.
+    Negative positions count as 0. In a layer whose rope has several axes, ``i`` is the position on axis 0.
 
     Raises:
         TypeError: a field has the wrong type.

@@ -38,6 +38,10 @@ class SelectedRope(Rope):
         chosen = torch.tensor(self.pairs, device=device)
         return self.source.inverse_frequencies(length=length, device=device)[chosen]
 
+    def _per_pair(self, positions: Tensor) -> Tensor:
+        found = self.source._per_pair(positions)
+        return found if self.axes is None else found[..., torch.tensor(self.pairs, device=found.device)]
+
 
 def select(source: Rope, pairs: tuple[int, ...]) -> SelectedRope:
     """Return a rope of ``2 * len(pairs)`` channels that rotate like the given pairs of ``source``.
@@ -47,5 +51,5 @@ def select(source: Rope, pairs: tuple[int, ...]) -> SelectedRope:
     >>> select(Rope(8), (0, 0, 3)).inverse_frequencies()
     tensor([1.0000, 1.0000, 0.0010])
     """
-    options = {"theta": source.theta, "scaling": source.scaling, "interleaved": source.interleaved}
-    return SelectedRope(2 * len(pairs), **options, source=source, pairs=pairs)
+    options = (source.theta, source.scaling, source.interleaved, source.axes)
+    return SelectedRope(2 * len(pairs), *options, source=source, pairs=pairs)

@@ -28,7 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import (
+    CAUSAL,
     FULL,
+    Axes,
     Gate,
     GroupedQueryAttention,
     KVCache,
@@ -412,6 +414,17 @@ def test_a_selected_rope_turns_as_the_chosen_pairs():
     assert source.amplitude != 1
     assert {rope: 1}[select(source, (2, 0, 0))] == 1
     assert rope != select(source, (2, 0, 1))
+
+
+@pytest.mark.parametrize("order", ["blocks", "interleaved", "ladders"])
+def test_pairs_keep_their_axes(order):
+    """Each rotary channel of the latent layer rotates by the axis of its pair in the source."""
+    rope = Rope(8, axes=Axes((2, 1, 1), order))
+    layer = GroupedQueryAttention(24, 4, num_kv_heads=2, head_dim=10, mask=CAUSAL, rope=rope).double()
+    x, positions = torch.randn(2, 7, 24).double(), torch.randint(0, 99, (3, 2, 7))
+    latent = gqa_to_mla(layer)
+    torch.testing.assert_close(latent(x, positions=positions), layer(x, positions=positions))
+    torch.testing.assert_close(latent(x), layer(x))
 
 
 def test_dynamic_ntk_is_scaled_for_a_length():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib import Rope
+from attnlib import Axes, Rope
 from attnlib.convert.latent.narrowed import narrowed
 from attnlib.rope.rope import yarn_ramp
 from attnlib.rope.scaling import (
@@ -125,3 +125,8 @@ def test_a_ramp_that_ends_behind_all_pairs_is_refused():
     old = Rope(8, theta=2.0, scaling=YaRNScaling(4.0, 1024, beta_fast=500.0))
     with pytest.raises(NotImplementedError, match="rope_dim: expected 8, because YaRN's ramp ends beyond"):
         narrowed(old, 4)
+
+
+def test_several_axes_are_refused():
+    with pytest.raises(NotImplementedError, match=r"rope: expected one axis, .*got Axes.*; use gqa_to_mla"):
+        narrowed(Rope(8, axes=Axes((2, 1, 1), "blocks")), 4)

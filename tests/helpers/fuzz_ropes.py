@@ -1,12 +1,14 @@
 """Entries of test_malformed.py for masks, ropes and merging."""
 
+from itertools import pairwise
+
 import torch
-from fuzz_entries import Entry, a_call, numbers
+from fuzz_entries import Entry, a_call, ints, numbers
 from fuzz_values import INT32, finite, is_angles, is_bool, is_int, is_number, is_tensor, none_or
 from torch import Tensor
 
 import attnlib
-from attnlib import CAUSAL, Angles, Mask, QueryTemperature, Rope, merge_states, rotate
+from attnlib import CAUSAL, Angles, Axes, Mask, QueryTemperature, Rope, merge_states, mrope_positions, rotate
 from attnlib.rope.scaling import LinearScaling
 from attnlib.scaling import (
     DynamicNTKScaling,
@@ -23,8 +25,17 @@ def mask_is_legal(a):
     return bounds and not (a["prefix"] and a["left"] is not None)
 
 
+def axes_are_legal(a):
+    """Blocks, the only order among the values that are tried."""
+    sections = a["sections"]
+    fit = isinstance(sections, tuple) and 1 <= len(sections) <= 4 and all(is_int(x, 1) for x in sections)
+    return fit and isinstance(a["order"], str) and a["order"] == "blocks"
+
+
 def rope_is_legal(a):
     scaling = a["scaling"]
+    if a["axes"] is not None:  # no Axes are among the values that are tried
+        return False
     if not (
         is_int(a["dim"], 2) and a["dim"] % 2 == 0 and is_number(a["theta"]) and is_bool(a["interleaved"])
     ):
@@ -168,14 +179,84 @@ def shares_are_right(target, args, result):
         )
 
 
+def mrope_is_legal(a):
+    """The tokens of each grid, counted one by one, are side by side in a row."""
+    types, grids, shown = a["token_types"], a["grids"], a.get("attention_mask")
+    whole = (torch.bool, torch.int8, torch.int32, torch.int64)
+    if not all(is_tensor(x, *whole) for x in (types, grids)):
+        return False
+    shown = torch.ones_like(types) if shown is None else shown
+    if not is_tensor(shown, *whole) or shown.shape != types.shape:
+        return False
+    if grids.dim() != 2 or grids.shape[1] != 3 or (grids < 1).any() or not intervals_are_legal(a):
+        return False
+    rows = zip(types.tolist(), shown.tolist(), strict=True) if types.dim() == 2 else ()
+    if "cu_seqlens" in a:
+        offsets = a["cu_seqlens"]
+        if not is_tensor(offsets, torch.int32, torch.int64) or types.dim() != 1 or offsets.dim() != 1:
+            return False
+        ends = offsets.tolist()
+        if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > len(types):
+            return False
+        rows = [(types[i:j].tolist(), [1] * (j - i)) for i, j in pairwise(ends)]
+    elif types.dim() != 2:
+        return False
+    sizes, left = [time * height * width for time, height, width in grids.tolist()], 0
+    for row, there in rows:
+        for token in (x for x, is_there in zip(row, there, strict=True) if is_there):
+            left = (sizes.pop(0) if sizes else 0) if token and not left else left
+            if bool(token) != bool(left):
+                return False
+            left -= bool(token)
+        if left:
+            return False
+    return not sizes
+
+
+def intervals_are_legal(a):
+    x = a["time_intervals"]
+    return x is None or (
+        isinstance(x, Tensor)
+        and not x.is_nested
+        and (x.layout, x.device.type) == (torch.strided, "cpu")
+        and not x.is_complex()
+        and tuple(x.shape) == (len(a["grids"]),)
+    )
+
+
+def positions_fit_the_tokens(target, args, result):
+    positions, following = result
+    assert positions.shape == (3, *args["token_types"].shape)
+    text = positions[:, args["token_types"] == 0]
+    assert (text == text[:1]).all()
+    if positions.dim() == 3:
+        assert (following >= positions.amax((0, 2))).all()
+
+
 X = numbers(2, 3, 4, 8)
 ANGLES = Rope(8).angles(torch.arange(3))
 CIRCLE = {"cos": ANGLES.cos, "sin": ANGLES.sin, "interleaved": False}
-ROPE = {"dim": 8, "theta": 10_000.0, "scaling": None, "interleaved": False}
+ROPE = {"dim": 8, "theta": 10_000.0, "scaling": None, "interleaved": False, "axes": None}
+PROMPT = {"token_types": ints(0, 1, 1, 0, 2, 2), "grids": ints(1, 1, 2, 1, 2, 1).view(2, 3)}
+PROMPT |= {"time_intervals": torch.tensor([1.0, 2.5])}
 ROPES = {
     "Mask": a_call(Mask, {"left": None, "right": 0, "prefix": 0}, mask_is_legal, words=("mask",)),
     "Mask.shift": a_call(CAUSAL.shift, {"n": 2}, lambda a: is_int(a["n"], -INT32), words=("mask",)),
     "sliding": a_call(attnlib.sliding, {"window": 3}, lambda a: is_int(a["window"], 1)),
+    "Axes": a_call(Axes, {"sections": (2, 1, 1), "order": "blocks"}, axes_are_legal),
+    "mrope_positions": a_call(
+        mrope_positions,
+        PROMPT | {
+            "token_types": PROMPT["token_types"][None],
+            "attention_mask": ints(1, 1, 1, 0, 1, 1)[None],
+            "time_intervals": None,
+        },
+        mrope_is_legal,
+        positions_fit_the_tokens,
+    ),
+    "mrope_positions, packed": a_call(
+        mrope_positions, PROMPT | {"cu_seqlens": ints(0, 4, 6)}, mrope_is_legal, positions_fit_the_tokens
+    ),
     "Rope": a_call(Rope, ROPE, rope_is_legal, frequencies_are_finite),
     "Rope, yarn": a_call(
         Rope, ROPE | {"scaling": YaRNScaling(4.0, 64)}, rope_is_legal, frequencies_are_finite
@@ -212,6 +293,11 @@ ROPES = {
     "Rope.angles": a_call(Rope(8).angles, {"positions": torch.arange(3), "length": None}, lambda a: (
         positions_are_legal(a) and a["length"] is None
     )),
+    "Rope.angles, axes": a_call(
+        Rope(8, axes=Axes((2, 1, 1), "blocks")).angles,
+        {"positions": torch.arange(9).view(3, 3), "length": None},
+        lambda a: positions_are_legal(a) and a["length"] is None and a["positions"].shape[:1] == (3,),
+    ),
     "Rope.angles, dynamic": a_call(
         Rope(8, scaling=DynamicNTKScaling(2.0, 4)).angles,
         {"positions": torch.arange(3), "length": 9},

@@ -257,6 +257,13 @@ HABITS = {
         lambda: GroupedQueryAttention(16, 2, mask=FULL, rope_theta=1e4),
         r"use rope=Rope\(dim, theta=",
     ),
+    "mrope_section": (lambda: Rope(8, mrope_section=[2, 1, 1]), r"use axes=Axes\(mrope_section, order\)"),
+    "mrope_section of a layer": (
+        lambda: GroupedQueryAttention(16, 2, mask=FULL, mrope_section=[2, 1, 1]),
+        r"use rope=Rope\(dim, axes=\.\.\.\)",
+    ),
+    "image_grid_thw": (lambda: attnlib.mrope_positions(X, image_grid_thw=X), "use grids=, .*merged"),
+    "mm_token_type_ids": (lambda: attnlib.mrope_positions(mm_token_type_ids=X), "use token_types="),
     "MLA": (
         lambda: MultiHeadLatentAttention(16, 2, mask=CAUSAL, q_rank=3, **LATENT),
         "did you mean q_lora_rank=",

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from attnlib import (
     CAUSAL,
     FULL,
+    Axes,
     Gate,
     GroupedQueryAttention,
     KVCache,
@@ -37,6 +38,7 @@ from attnlib.scaling import DynamicNTKScaling
 
 HIDDEN, HEADS, TOKENS = 32, 4, 48
 PACK = (0, 11, 11, 30, 43)  # five tokens are of no sequence
+AXES = Axes((2, 1, 1), "interleaved")
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
@@ -90,6 +92,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, functions": lambda: grouped(num_kv_heads=2, **functions()),
     "gqa, temperature": lambda: grouped(num_kv_heads=2, temperature=QueryTemperature(0.5, 16)),
     "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTKScaling(2.0, 16))),
+    "gqa, axes": lambda: grouped(num_kv_heads=2, rope=Rope(8, axes=AXES)),
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
     "gqa, gate": lambda: grouped(num_kv_heads=2, gate=Gate("channel")),
     "gqa, shared keys": lambda: Sharing(grouped, num_kv_heads=2, qk_norm=True),
@@ -238,13 +241,15 @@ def test_latents_are_sent_and_not_what_they_expand_to():
     assert ranks.asked[-1][2].weights == ()
 
 
+@pytest.mark.parametrize("axes", [None, AXES])
 @pytest.mark.parametrize("cu", [None, (0, 5, 16)])
-def test_tokens_are_where_they_are_in_the_whole(cu):
+def test_tokens_are_where_they_are_in_the_whole(cu, axes):
     """Given positions are those of this rank's tokens; by default ranks tell them, and packs begin again."""
-    layer, ranks = grouped(context_parallel=Ranks()), []
+    layer, ranks = grouped(context_parallel=Ranks(), rope=Rope(8, axes=axes)), []
     x = X if cu is None else X[0]
     options = {} if cu is None else {"cu_seqlens": torch.tensor(cu, dtype=torch.int32)}
     at = torch.arange(8, 16) - (0 if cu is None else 5)
+    at = at if axes is None else at.expand(3, 8)
     for given in ({}, {"positions": at}, {"angles": shared_angles([layer], x, **options)[0]}):
         layer(x, **given, **options)
         ranks.append(layer.context_parallel.asked[-1][0].q)

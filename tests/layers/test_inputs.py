@@ -251,7 +251,7 @@ CALLS = {
         True,
         {"positions": torch.tensor([0, 1, 2, 0, 1]).expand(3, 2, 5)},
         ValueError,
-        r"positions: expected .*\[s=5\].*got \(3, 2, 5\); .*M-RoPE.*Angles",
+        r"positions: expected .*\[s=5\].*got \(3, 2, 5\); .*M-RoPE.*axes=",
     ),
     "64-bit offsets": (
         True,

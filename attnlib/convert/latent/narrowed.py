@@ -22,10 +22,15 @@ def narrowed(rope: Rope, dim: int) -> Rope:
 
     Raises:
         ValueError: ``dim`` is not even or does not divide the number of channels that ``rope`` rotates.
-        NotImplementedError: DeepSeek's config cannot represent the rope's scaling or YaRN's ramp.
+        NotImplementedError: the rope has several axes, or DeepSeek's config cannot represent its scaling or
+            YaRN's ramp.
     """
     if dim < 2 or dim % 2 or rope.dim % dim:
         raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {dim}")
+    if rope.axes is not None:
+        raise NotImplementedError(
+            f"rope: expected one axis, as DeepSeek-V3's ropes have, got {rope.axes}; use gqa_to_mla"
+        )
     if not isinstance(rope.scaling, LinearScaling | Llama3Scaling | YaRNScaling | None):
         raise NotImplementedError(
             "rope: expected no scaling, Linear, Llama3 or YaRN, which DeepSeek-V3's config can represent, "
