@@ -1,1 +1,1 @@
-"""Drop-in replacements for other libraries: torch's SDPA, and the package flash-attn."""
+"""Drop-in replacements for other libraries: torch's SDPA and nn.MultiheadAttention, and flash-attn."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..internal.checks import is_recorded, is_strided, refuse_tensor
 from ..internal.padding import are_holed, edges_of
+from ..masks.function import MaskFunction
 from ..masks.ready_made import mask_tensor
 from .inputs import Inputs
 
@@ -22,17 +23,30 @@ def without_padding(x: Tensor, given: Inputs) -> Inputs:
     if given.attention_mask is None:
         return given
     _check(x, given)
-    there = given.attention_mask != 0
+    starts, ends, tokens = bounds_or_mask(given.attention_mask != 0)
     given = given._replace(attention_mask=None)
-    if type(there) is Tensor and not (is_recorded(there) or there.is_meta):
+    if tokens is not None:
+        return given._replace(mask=tokens if given.mask is None else given.mask & tokens)
+    return given if starts is None else given._replace(key_starts=starts, key_ends=ends)
+
+
+def bounds_or_mask(there: Tensor) -> tuple[Tensor | None, Tensor | None, MaskFunction | None]:
+    """Return the bounds of the tokens ``there``, bool ``[b, t]``, or None twice and a mask.
+
+    All three are None if nothing is padded. The host reads two flags; see :func:`without_padding`.
+    """
+    if is_readable(there):
         is_whole, has_holes = torch.stack((there.all(), are_holed(there).any())).tolist()
         if is_whole:
-            return given
+            return None, None, None
         if not has_holes:
-            starts, ends = edges_of(there)
-            return given._replace(key_starts=starts, key_ends=ends)
-    tokens = mask_tensor(there[:, None, None])
-    return given._replace(mask=tokens if given.mask is None else given.mask & tokens)
+            return *edges_of(there), None
+    return None, None, mask_tensor(there[:, None, None])
+
+
+def is_readable(x: Tensor) -> bool:
+    """True if the host can read ``x``: not under torch.compile, in a CUDA graph or on the meta device."""
+    return type(x) is Tensor and not (is_recorded(x) or x.is_meta)
 
 
 def _check(x: Tensor, given: Inputs) -> None:

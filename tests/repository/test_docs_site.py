@@ -35,6 +35,7 @@ OPEN = (
     "sizes",
     "convert",
     "parallel",
+    "compat.mha",
     "compat.sdpa",
     "compat.flash_attn",
     "integrations.transformers",
