@@ -76,7 +76,7 @@ def last_rows(cu_seqlens: Tensor) -> Tensor:
 
     The result is int64 ``[n]``. For packed x ``[t, m]``, ``x[last_rows(cu_seqlens)]`` is ``[n, m]``. To
     sample the next token of each sequence, only these rows have to go through the output projection. In a
-    packed cache step, the offsets are ``kv.view().cu_seqlens_q`` of any layer.
+    packed cache step, the offsets are ``kv.cu_seqlens`` of any layer.
 
     The result is computed on the device of the offsets, and the host does not wait for it. An empty sequence
     has no last row and raises an error. On a GPU this is checked only with ``ATTNLIB_CHECK=1``, and within

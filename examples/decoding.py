@@ -43,7 +43,7 @@ def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[
     handles = cache.admit(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     with cache.step(dict(zip(handles, lengths, strict=True))) as layers:
-        last = packing.last_rows(layers[0].view().cu_seqlens_q)
+        last = packing.last_rows(layers[0].cu_seqlens)
         logits = model(torch.cat(list(prompts)), caches=layers, rows=last)
     return handles, logits
 

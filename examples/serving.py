@@ -61,7 +61,7 @@ def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, 
             chunks = [stream.text[(at := scheduler.stored(stream)) : at + n] for stream, n in plan.items()]
             tokens = torch.tensor(sum(chunks, []), device=device)  # noqa: RUF017
             with cache.step({stream.handle: n for stream, n in plan.items()}) as layers:
-                last = packing.last_rows(layers[0].view().cu_seqlens_q)
+                last = packing.last_rows(layers[0].cu_seqlens)
                 likeliest = model(tokens, caches=layers, rows=last).argmax(-1).tolist()
         samples.append(measure(scheduler, sum(plan.values())))
         bar.update(len(scheduler.advance(plan, likeliest)))

@@ -32,6 +32,7 @@ class LayerCache:
             it.
         positions: rotary positions of the step's tokens, int32 ``[b, s]`` or packed ``[t]``: the index in the
             sequence minus left padding, 0 for padding itself. None outside a step.
+        cu_seqlens: offsets of the sequences in a packed step, int32 ``[b + 1]``; None in a dense one.
         planes: the stored tensors by name, ``[pages, page_size, g, *]``.
     """
 
@@ -79,6 +80,10 @@ class LayerCache:
         else:
             self._appended_view = self._route.appended(self._view, k, v, angles, history=self.history)
         return self._appended_view
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return None if self._view is None else self._view.cu_seqlens_q
 
     @property
     def prefill(self) -> bool:

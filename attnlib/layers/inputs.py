@@ -119,6 +119,11 @@ class Inputs(NamedTuple):
         return self.context if isinstance(self.context, KVView) else None
 
     @property
+    def is_dense(self) -> bool:
+        """True if the tokens of x and of the keys are neither packed nor in a cache."""
+        return self.cu_seqlens is None and not self.is_stored
+
+    @property
     def packing(self) -> Packing | None:
         """The offsets of the packed sequences in x and in its context; None if x is dense."""
         if self.cu_seqlens is None:
@@ -134,7 +139,7 @@ def check(
     Raises:
         ValueError, TypeError, RuntimeError: the inputs contradict the layer, each other or the cache step.
     """
-    context, keys, kv, cu_seqlens = given.context, given.keys, given.kv, given.cu_seqlens
+    context, keys, kv = given.context, given.keys, given.kv
     check_tokens("x", x, hidden_size, projection)
     _check_types(given)
     if given.context_parallel is not None:
@@ -142,6 +147,29 @@ def check(
     for name in ("cu_seqlens", "cu_seqlens_context"):
         if getattr(given, name) is not None:
             _check_offsets(name, getattr(given, name), x.device)
+    _check_together(x, given)
+    if context is not None and rope is not None:
+        raise ValueError(UNRELATED)
+    if isinstance(context, Tensor):
+        _check_context(context, x, hidden_size, projection)
+        if not projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
+            _check_first_query(x, context, {"the layer": mask, "mask=": given.mask})
+    if rope is not None:
+        _check_positions(x, given.positions, projection, rope.axes)
+    if rope is not None and given.is_dense and given.key_starts is given.key_ends is None:
+        _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask], rope.axes)
+    if kv is not None:
+        _check_step("x", x, kv.positions, projection)
+        _check_autocast("kv", x, kv.layout)
+    elif given.view is not None:
+        if keys is not None and keys.positions is not None:
+            _check_step("x", x, keys.positions, projection)
+        _check_autocast("context" if keys is None else "keys", x, given.view.layout)
+
+
+def _check_together(x: Tensor, given: Inputs) -> None:
+    """Raise ValueError if arguments are given together that contradict each other, or one lacks another."""
+    context, keys, kv, cu_seqlens = given.context, given.keys, given.kv, given.cu_seqlens
     if keys is not None and (context is not None or kv is not None):
         raise ValueError("keys: it excludes context= and kv=, which are other keys; pass one of them")
     if isinstance(keys, KVView) and cu_seqlens is not None:
@@ -155,31 +183,13 @@ def check(
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
         raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, for the packed x")
-    is_dense = cu_seqlens is None and not given.is_stored
     for name in ("key_starts", "key_ends"):
-        if getattr(given, name) is not None and not is_dense:
+        if getattr(given, name) is not None and not given.is_dense:
             raise ValueError(
                 f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own"
             )
-    if x.dim() == 2 and is_dense:
+    if x.dim() == 2 and given.is_dense:
         raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)}")
-    if context is not None and rope is not None:
-        raise ValueError(UNRELATED)
-    if isinstance(context, Tensor):
-        _check_context(context, x, hidden_size, projection)
-        if not projection._forward_pre_hooks:  # a hook may add tokens to x (all-gather)
-            _check_first_query(x, context, {"the layer": mask, "mask=": given.mask})
-    if rope is not None:
-        _check_positions(x, given.positions, projection, rope.axes)
-    if rope is not None and is_dense and given.key_starts is given.key_ends is None:
-        _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask], rope.axes)
-    if kv is not None:
-        _check_step("x", x, kv.positions, projection)
-        _check_autocast("kv", x, kv.layout)
-    elif given.view is not None:
-        if keys is not None and keys.positions is not None:
-            _check_step("x", x, keys.positions, projection)
-        _check_autocast("context" if keys is None else "keys", x, given.view.layout)
 
 
 def _check_shared(given: Inputs) -> None:

@@ -49,12 +49,10 @@ def check_keys(
         remedy = "; pass its view()" if isinstance(keys, LayerCache) else ""
         raise TypeError(f"keys: expected {what} or a KVView, got {type(keys).__name__}{remedy}")
     got = tuple(0 if part is None else part.shape[-1] for part in keys)
-    tokens = keys[0].shape[: x.dim() - 1]
-    if got != widths or (tokens != x.shape[:-1] and not first._forward_pre_hooks):  # a hook may gather x
-        raise ValueError(
-            f"keys: expected {_named(widths, is_latent)} for x {tuple(x.shape)}, got "
-            f"{[None if part is None else tuple(part.shape) for part in keys]}"
-        )
+    shapes = [None if part is None else tuple(part.shape) for part in keys]
+    fits = all(part is None or part.shape[: x.dim() - 1] == x.shape[:-1] for part in keys)
+    if got != widths or not (fits or first._forward_pre_hooks):  # a hook may add tokens to x (all-gather)
+        raise ValueError(f"keys: expected {_named(widths, is_latent)} for x {tuple(x.shape)}, got {shapes}")
 
 
 def refuse_own_keys(own_keys: bool) -> None:
