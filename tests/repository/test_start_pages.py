@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnlib
@@ -48,8 +49,10 @@ def is_shown(expected: str, output: str) -> bool:
 @pytest.mark.parametrize("block", SHOWN.findall(FAQ), ids=lambda block: block[0].splitlines()[-1][:40])
 def test_a_block_of_the_faq_runs_by_itself_and_prints_what_it_shows(block, monkeypatch):
     code, expected = block
-    # Another test of this process may have registered attnlib, which one block shows the lack of.
-    monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "attnlib", raising=False)
+    # Another test of this process may have registered attnlib, which one block shows the lack of. Functions
+    # for masks and for attention belong together, so both are put back afterwards.
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.delitem(functions._global_mapping, "attnlib", raising=False)
     assert is_shown(expected, printed(code, {"__name__": "page"}))
 
 
