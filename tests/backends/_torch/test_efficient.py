@@ -155,6 +155,14 @@ def test_other_calls_are_computed_tile_by_tile(changes, ran):
     assert not ran
 
 
+@pytest.mark.parametrize(("end", "calls"), [(19, 1), (17, 0), (15, 1)])
+def test_keys_that_end_before_the_last_query(end, calls, ran):
+    """The first query sees 15 keys: all, or fewer than torch's causal mask would show it."""
+    problem = make(1, 5, 19, 2, 2, 8).change(options={"key_ends": torch.tensor([end], dtype=torch.int32)})
+    assert_precise(problem, "torch")
+    assert len(ran) == calls
+
+
 WRONG = {
     "scale": lambda out, lse, *rest: (out * 1.2, lse, *rest),
     "base of the LSE": lambda out, lse, *rest: (out, lse * 1.4427, *rest),
