@@ -92,6 +92,12 @@ def test_wide_heads_have_tiles_of_their_own():
     for changes in ({"arch": 86}, {"arch": 80}, {"gathers": 2}, {"itemsize": 4}, {"aligned": False}):
         assert tables.backward_values(case._replace(**changes), keys=8192) is None
         assert not any(f(case._replace(**changes), keys=8192).tma for f in (passes[0], *passes[2:]))
+    small = case._replace(arch=86)
+    for f in (passes[0], *passes[2:]):  # what these take beside, or unaligned rows do, would not fit
+        widest = f(small._replace(head_dim=576), keys=8192)
+        assert f(small, keys=8192) != widest
+        for changes in ({"gathers": 1, "by_function": True}, {"aligned": False}):
+            assert f(small._replace(**changes), keys=8192) == widest
     narrow = case._replace(head_dim=256, value_dim=256)
     assert tables.backward_values(narrow, keys=8192) is None
     assert passes[0](narrow, keys=8192).block_m == 128
