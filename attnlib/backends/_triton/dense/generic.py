@@ -80,8 +80,8 @@ def backward(x: BackwardShapes) -> Backward:
     blocks = x.blocks(x.s, of_queries.block_m)
     more = {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
 
-    def listed(kernel: Callable, tiles: LaunchConfig, *, of_keys: bool, **parts: bool) -> Pass:
-        """Return the launch of a pass, after the launch that lists its tiles if there is a mask function."""
+    def launched(kernel: Callable, tiles: LaunchConfig, *, of_keys: bool, **parts: bool) -> Pass:
+        """Return a pass; with a mask function, a launch before it lists its tiles."""
         found = None if x.states is None else mask_tiles.lists(x, tiles, by_keys=of_keys)
         given = more | parts | ({} if found is None else found.arguments)
         launch = x.launch_by_blocks(kernel, tiles, given, of_keys=of_keys)
@@ -89,9 +89,9 @@ def backward(x: BackwardShapes) -> Backward:
 
     values = Pass(None, None, 0)
     if of_values is not None:
-        values = listed(backward_keys, of_values, of_keys=True, DK=False)
-    keys = listed(backward_keys, of_keys, of_keys=True, DV=of_values is None)
-    queries = listed(backward_queries, of_queries, of_keys=False)
+        values = launched(backward_keys, of_values, of_keys=True, DK=False)
+    keys = launched(backward_keys, of_keys, of_keys=True, DV=of_values is None)
+    queries = launched(backward_queries, of_queries, of_keys=False)
     return Backward(
         x.prepare(), keys.launch, queries.launch, "plain", blocks if x.has_slopes else None,
         values=values.launch, before_values=values.before, before_keys=keys.before,
