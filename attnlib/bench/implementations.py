@@ -65,12 +65,14 @@ def _ours(case: Case, place: Target) -> Callable:
 def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable:
     """Return torch's fused attention, restricted to one backend unless ``backend`` is None.
 
-    Without a restriction, masks other than full and causal become a mask tensor.
+    Without a restriction, masks other than full and causal become a mask tensor. Efficient attention takes
+    no groups of heads, so every call repeats the keys and values of a group.
     """
     is_plain = case.mask in (FULL, CAUSAL)
     if case.lengths or not (is_plain or backend is None):
         raise NotImplementedError("torch's fused attention: only full or causal batches")
-    options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
+    repeats = case.heads // case.kv_heads if backend == SDPBackend.EFFICIENT_ATTENTION else 1
+    options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads > case.kv_heads * repeats}
     if not is_plain:
         at = torch.arange(case.tokens, device=place.device)
         options["attn_mask"] = case.mask.visible(at[:, None], at)
@@ -78,6 +80,7 @@ def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, **options)
 

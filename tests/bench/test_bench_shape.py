@@ -1,6 +1,7 @@
 """``bench --shape``: how the options are read, which implementations run, and what is printed and written."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def test_the_implementations_of_a_gpu(monkeypatch):
     assert [(column.name, column.implementation) for column in made] == [
         (name, name) for name in ("ours", "cuDNN", "FA2", "efficient", "Flex", "SDPA", "eager")
     ]
+
+
+@pytest.mark.parametrize("heads", ["4,2", "4,4"])
+def test_efficient_attention_gets_the_keys_of_every_head(heads, monkeypatch):
+    """It takes no groups; here all kernels of torch do, so that a CPU can run it."""
+    options = []
+
+    def attend(q, k, v, **given):
+        options.append((k.shape[1], given["enable_gqa"]))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+
+    monkeypatch.setattr("attnlib.bench.implementations.scaled_dot_product_attention", attend)
+    monkeypatch.setattr("attnlib.bench.implementations.sdpa_kernel", lambda backend: nullcontext())
+    case = shape.case_of(f"1,{heads},33,16", "causal", torch.float32)
+    call, _ = implementation("efficient", case, place())
+    q, k, v, _ = case.tensors("cpu")
+    out = call(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(out, attention(q, k, v, mask=CAUSAL))
+    assert options == [(4, False)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 KERNELS = ("forward", "prepare", "backward_keys", "backward_queries")
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))  # channels of keys and values
-TRAINED = HEADS[:-1]  # those with a backward
+TRAINED = HEADS[:-1]
+WIDE = ((512, 512), (576, 512))  # whose dv has a pass of its own on chips with enough shared memory
 MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in layout, but for launch.widths
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
@@ -88,7 +89,25 @@ def entries() -> Iterator[Build]:
         for head in TRAINED:
             for kernel in ("forward", *KERNELS[2:]):
                 yield Build(kernel, 90, head, function=function)
+    yield from wide_entries()
     yield from hopper_entries()
+
+
+def wide_entries() -> Iterator[Build]:
+    """The tables' entries for heads of more than 256 channels, on chips with much and with little shared
+    memory.
+    """
+    passes = "backward_values", *KERNELS[2:]
+    for kernel in ("forward", "prepare", *passes):
+        yield Build(kernel, 90, WIDE[0])
+    for kernel in passes:
+        yield Build(kernel, 90, WIDE[0], softcap=True)
+        yield Build(kernel, 90, WIDE[1])
+    for kernel in ("forward", *passes):
+        yield Build(kernel, 100, WIDE[0])
+    for head in WIDE:
+        for kernel in ("forward", *KERNELS[2:]):
+            yield Build(kernel, 86, head)
 
 
 def hopper_entries() -> Iterator[Build]:

@@ -22,7 +22,9 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
+from attnlib.backends._torch import efficient, fused
 from attnlib.backends._triton.launching import direct, launch
+from attnlib.call.spec import arch_of
 from attnlib.dispatch.select import CALL_CACHE
 from attnlib.internal import probes
 from attnlib.masks.ready_made import attention_sinks
@@ -35,12 +37,38 @@ def test_the_automatic_choice_is_never_silently_slow():
     q = torch.randn(1, 5, 2, 8, device="cuda")
     assert explain(attention, q, q, q, mask=CAUSAL).chosen == "triton"
     attention(q, q, q, mask=CAUSAL, backend="strict")
-    wide = torch.randn(1, 5, 2, 300, device="cuda", requires_grad=True)
+    wide = torch.randn(1, 5, 2, 600, device="cuda", requires_grad=True)
     attention(q.requires_grad_(), q, q, mask=CAUSAL, backend="strict")
-    with pytest.warns(SlowPathWarning, match="tile by tile"):
-        attention(wide, wide, wide, mask=CAUSAL)
+    for options, way in (({}, "torch's memory-efficient attention"), ({"softcap": 9.0}, "tile by tile")):
+        with pytest.warns(SlowPathWarning, match=way):
+            attention(wide, wide, wide, mask=CAUSAL, **options)
     with pytest.raises(NotImplementedError, match="strict"):
         attention(wide, wide, wide, mask=CAUSAL, backend="strict")
+
+
+@SLOW
+@pytest.mark.parametrize("dtype", efficient.DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize(("s", "t", "mask"), [(130, 130, CAUSAL), (65, 130, CAUSAL), (130, 65, FULL)])
+@pytest.mark.parametrize(("d", "e"), [(640, 640), (592, 64)])
+def test_memory_efficient_attention(s, t, mask, heads, dtype, d, e, monkeypatch):
+    """torch's operators pass their trial here, and are about as precise as tiles."""
+    (h, g), arch = heads, arch_of(torch.device("cuda"))
+    assert fused.failures("cuda", dtype, arch) == []
+    shapes = (2, s, h, d), (2, t, g, d), (2, t, g, e)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    dout = torch.randn(2, s, h, e, device="cuda", dtype=dtype)
+
+    def solve(dtype: torch.dtype, backend: str | None) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = attention_with_lse(*leaves, mask=mask, backend=backend)
+        return out, lse, *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    ours, golden = solve(dtype, None), solve(torch.float64, "torch")
+    monkeypatch.setattr(fused, "causality", lambda batch: None)
+    for x, tiled, exact in zip(ours, solve(dtype, "torch"), golden, strict=True):
+        errors = [(y.double() - exact).abs().max() for y in (x, tiled)]
+        assert errors[0] <= 3 * errors[1] + torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_every_fast_path_is_on():

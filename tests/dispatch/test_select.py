@@ -9,6 +9,7 @@ from probing import forgotten
 
 from attnlib import (
     CAUSAL,
+    FULL,
     GroupedQueryAttention,
     KVCache,
     KVLayout,
@@ -59,11 +60,18 @@ def test_the_answer_depends_on_the_spec_alone():
         assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
         assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
     assert select(spec) is select(spec, "strict") is backend_of("triton")
-    wide = spec._replace(grad=True, value_dim=320)
-    with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
-        assert select(wide) is backend_of("torch")
-    with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
-        select(wide, "strict")
+    wide = spec._replace(grad=True, value_dim=640)
+    fused = "runs on torch's memory-efficient attention"
+    for tiled in ({"head_dim": 59}, {"score": ("softcap",)}, {"dropout": True}, {"mask": sliding(9)}):
+        for changes, way in (
+            (tiled, "runs tile by tile"),
+            ({"mask": FULL}, fused),
+            ({"kind": "varlen"}, fused),
+        ):
+            with pytest.warns(SlowPathWarning, match=f"torch: {way}"):
+                assert select(wide._replace(**changes)) is backend_of("torch")
+            with pytest.raises(NotImplementedError, match=f"strict: torch would be slow: {way}"):
+                select(wide._replace(**changes), "strict")
     packed = wide._replace(kind="varlen")
     assert any("waits for the device" in reason for reason in backend_of("torch").slow(packed))
 
@@ -77,7 +85,9 @@ FP8 = KVLayout.grouped(2, 64, storage_dtype=torch.float8_e4m3fn)
         ({"device": "cpu"}, "needs a CUDA device, got cpu"),
         ({"arch": 75}, "needs sm_80 or newer, got sm_75"),
         ({"dtype": torch.float64}, "computes in fp32, got fp64"),
-        ({"grad": True, "head_dim": 320}, "has a backward for heads of up to 256, got 320"),
+        ({"grad": True, "head_dim": 640}, "has kernels for heads of up to 576, got 640"),
+        ({"grad": True, "head_dim": 320}, "has a backward in fp32 for heads of up to 256, got 320; use bf16"),
+        ({"grad": True, "value_dim": 520}, "has kernels for values of up to 512 channels, got 520"),
         ({"kind": "cached", "grad": True}, "cached attention has no backward"),
         ({"kind": "cached", "arch": 80, "layout": FP8}, "reads fp8 caches from sm_89 on, got sm_80"),
         ({"value_dim": 640}, "has kernels for heads of up to 576, got 640"),
@@ -190,9 +200,9 @@ def test_a_warning_names_the_line_that_called(monkeypatch):
 
     monkeypatch.setattr(running, "checked", on_an_old_gpu)
     layer, x, q = GroupedQueryAttention(16, 2, mask=CAUSAL), torch.randn(1, 5, 16), torch.randn(1, 5, 2, 8)
-    with pytest.warns(SlowPathWarning, match="tile by tile") as called:
+    with pytest.warns(SlowPathWarning, match="memory-efficient") as called:
         attention(q, q, q, mask=CAUSAL)
-    with pytest.warns(SlowPathWarning, match="tile by tile") as layered:
+    with pytest.warns(SlowPathWarning, match="memory-efficient") as layered:
         layer(x)
     assert called[0].filename == layered[0].filename == __file__
     assert called[0].lineno == layered[0].lineno - 2

@@ -39,10 +39,11 @@ DTYPES = (torch.float32, torch.float16)
 def launch(
     q, k, v, out, lse, dout, dlse=None, *, mask, cu_q=None, cu_k=None, scale=None, softcap=None,
     alibi_slopes=None, sinks=None, key_starts=None, key_ends=None, dropout_p=0.0, dropout_seed=None,
-    block_m=16, block_n=16,
+    block_m=16, block_n=16, values_apart=False,
 ):  # fmt: skip
     """The gradients of q, k, v and of the slopes, by tiles of this size."""
     tiles = LaunchConfig(block_m, block_n, 1, 4)
+    of_values = tiles._replace(block_m=32) if values_apart else None
     terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 6)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 4, False)
@@ -50,6 +51,7 @@ def launch(
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
             patch.setattr(triton_plans.tables, name, lambda case, *, keys: tiles)
+        patch.setattr(triton_plans.tables, "backward_values", lambda case, *, keys: of_values)
         return torch.ops.attnlib.triton_backward(dout, dlse, out, lse, q, k, v, *terms, *numbers)[:4]
 
 
@@ -120,6 +122,25 @@ def test_blocks_of_other_shapes(dtype, block_m, block_n, mask):
 @pytest.mark.parametrize(("d", "e"), [(144, 48), (40, 40), (40, 24), (16, 48), (8, 5), (59, 32)])
 def test_head_dimensions(d, e):
     assert_precise(make(1, 23, 30, 2, 1, d, e, mask=CAUSAL))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("values_apart", [False, True])
+@pytest.mark.parametrize(("d", "e"), [(264, 264), (320, 320), (384, 384), (301, 300), (512, 512), (576, 512)])
+def test_wide_heads(d, e, values_apart):
+    assert_precise(make(1, 35, 40, 2, 1, d, e, mask=CAUSAL, options=("sinks",)), values_apart=values_apart)
+
+
+@pytest.mark.parametrize("options", [("softcap", "dropout"), ("alibi_slopes", "bounds")], ids=str)
+@pytest.mark.parametrize("mask", [sliding(7), Mask(None, -3, 9)], ids=str)
+def test_values_apart_give_the_same_bits(mask, options):
+    """A pass for dv alone computes what a pass for dk and dv does, in tiles of the same size."""
+    problem = make(1, 35, 37, 2, 1, 16, mask=mask, options=options)
+    directions = problem.directions()
+    together, apart = (
+        solve(problem, *directions, backend="torch", block_m=32, values_apart=x) for x in (False, True)
+    )
+    assert_same_bits(*((x, y) for x, y in zip(together, apart, strict=True) if x is not None))
 
 
 @triton.jit

@@ -50,7 +50,20 @@ def test_any_call(options, data):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("d", "e"), [(1, 1), (7, 5), (40, 40), (59, 59), (160, 16), (96, 96), (192, 128), (576, 512)]
+    ("d", "e"),
+    [
+        (1, 1),
+        (7, 5),
+        (40, 40),
+        (59, 59),
+        (160, 16),
+        (96, 96),
+        (192, 128),
+        (264, 264),
+        (333, 300),
+        (512, 512),
+        (576, 512),
+    ],
 )
 def test_any_head_dimension(d, e, dtype):
     assert_forward(make(1, 35, 50, 2, 1, d, e, dtype=dtype))
@@ -59,10 +72,10 @@ def test_any_head_dimension(d, e, dtype):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(100)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[INTERPRETED:], ids=str)  # fp32 has tiles of its own
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
-def test_the_tables_own_tiles(d, mask, dtype, monkeypatch):
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 128), (320, 320), (512, 512)])
+def test_the_tables_own_tiles(d, e, mask, dtype, monkeypatch):
     monkeypatch.setattr(tables, "forward", SHIPPED)
-    assert_forward(make(1, 300, 333, 2, 1, d, min(d, 128), mask=mask, dtype=dtype))
+    assert_forward(make(1, 300, 333, 2, 1, d, e, mask=mask, dtype=dtype))
 
 
 @pytest.mark.covering(1)

@@ -39,6 +39,7 @@ PRIVATE = {
     "backends/_triton/launching/direct.py": "asks for device and stream, to start a compiled kernel",
     "backends/_triton/decode/peers.py": "lets GPUs write into each other's memory; torch has no public name",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
+    "backends/_torch/efficient.py": "calls ATen's memory-efficient attention, as SDPA returns no LSE",
 }
 
 

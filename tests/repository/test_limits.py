@@ -189,14 +189,17 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_stay_small():
-    """The limit is what stood there in November 2026; a feature that needs more says so here."""
+    """The limit is what stood there in November 2026; a feature that needs more says so here.
+
+    Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122.
+    """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4121, f"{sum(found.values())} statements in backends/, not 4121: {found}"
+    assert sum(found.values()) <= 4243, f"{sum(found.values())} statements in backends/, not 4243: {found}"
 
 
 def test_the_benchmark_stays_small():
-    """What stood there when bench learned --shape and --backend (November 2026)."""
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1191
+    """What stood there when bench learned --shape and --backend, and gave efficient attention its heads."""
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1193
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)

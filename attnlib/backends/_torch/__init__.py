@@ -1,4 +1,4 @@
-"""The torch backend: torch's fused CPU attention if it is exact, otherwise attention tile by tile.
+"""The torch backend: torch's fused attention if it is exact, otherwise attention tile by tile.
 
 The scores of a whole sequence never exist at once. K and V are copied only if their channels are strided.
 """
@@ -14,8 +14,11 @@ from ...kv import KVView
 from ...rope.rope import Angles, rotate
 from ..operators import flat, flat_over_view
 from . import fused
+from .efficient import may_take
 from .implementations import OPERATORS, cached
 from .pages import quantise
+
+EFFICIENT = "runs on torch's memory-efficient attention, since attnlib's kernels do not take the call"
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
@@ -31,7 +34,7 @@ def slow(spec: AttentionSpec) -> list[str]:
     """Return the reasons why this backend would copy K or V, or wait for the device."""
     reasons = [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
     if spec.device not in ("cpu", "meta"):
-        reasons.append("runs tile by tile from Python")
+        reasons.append(EFFICIENT if may_take(spec) else "runs tile by tile from Python")
     if spec.device not in ("cpu", "meta") and (spec.kind != "dense" or spec.bounds or spec.dropout):
         reasons.append("waits for the device to read lengths on the host")
     return reasons
@@ -39,7 +42,8 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 def failures(spec: AttentionSpec) -> list[str]:
     """Return a line for each private function of torch that failed its trial, with the cost."""
-    return [*watched.failures(), *(fused.failures() if spec.device == "cpu" else [])]
+    takes = spec.device == "cpu" or may_take(spec)
+    return [*watched.failures(), *(fused.failures(spec.device, spec.dtype, spec.arch) if takes else [])]
 
 
 def variant(call: Call) -> str:

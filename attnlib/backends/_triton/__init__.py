@@ -1,5 +1,6 @@
 """The Triton backend: kernels for GPUs from sm_80 on, which also run in Triton's interpreter."""
 
+import torch
 from torch import Tensor
 
 from ...call.cache import Run
@@ -12,7 +13,7 @@ from .decode.peers import peer_memory
 from .decode.schedule import new_schedule, update_schedule
 from .decode.writes import cannot_store, write_cache
 from .dense.operators import Dense
-from .dense.tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
+from .dense.tables import WIDE, WIDEST, WIDEST_VALUE
 from .launching import launch
 from .launching.launch import against
 
@@ -43,13 +44,13 @@ class TritonBackend:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
             elif spec.dtype == E4M3:
                 reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
-        largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
-        if largest > widest:
-            reasons.append(
-                f"has {'a backward' if spec.grad else 'kernels'} for heads of up to {widest}, got {largest}"
-            )
+        if (largest := max(spec.head_dim, spec.value_dim)) > WIDEST:
+            reasons.append(f"has kernels for heads of up to {WIDEST}, got {largest}")
         elif spec.value_dim > WIDEST_VALUE:
             reasons.append(f"has kernels for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
+        elif spec.grad and spec.dtype == torch.float32 and spec.device == "cuda" and largest > WIDE:
+            # It would take 130 KB of shared memory and spill 2 KB per thread.
+            reasons.append(f"has a backward in fp32 for heads of up to {WIDE}, got {largest}; use bf16")
         return reasons
 
     def slow(self, spec: AttentionSpec) -> list[str]:

@@ -1,7 +1,9 @@
 """Plan the launches of the generic kernels, for calls without a cache."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
 from . import mask_tiles, tables
 from .shapes import BackwardShapes, DenseShapes
@@ -21,17 +23,31 @@ def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
     return (found.launch, x.launch_by_blocks(forward, tiles, found.arguments)), found.numbers
 
 
+class Pass(NamedTuple):
+    """A pass of a backward: its launch, the launch before it that lists tiles, and the size of the list.
+
+    Both launches may be None, and the list may have no numbers.
+    """
+
+    before: Launch | None
+    launch: Launch | None
+    numbers: int
+
+
 class Backward(NamedTuple):
     """The launches of a backward, and the sizes of their buffers.
 
     Attributes:
         prepare: the launch that writes lse2 and delta, which the next launches read.
-        keys: the launch that writes dk and dv; it may also add up dq in a buffer of sums.
+        keys: the launch that writes dk, and dv unless ``values`` does; it may also add up dq in a buffer of
+            sums.
         queries: the launch that writes dq, and partial gradients of ALiBi slopes.
         variant: the name of the kernels, which ``explain`` prints.
         shares: the number of partial gradients per slope that ``queries`` writes; None without slopes.
         sums: the size of the buffer of sums in fp32 values, initially zero; 0 if there is none.
-        before_keys, before_queries: launches that list the tiles a mask function does not hide, or None.
+        values: the launch that writes dv, or None if ``keys`` does.
+        before_values, before_keys, before_queries: launches that list the tiles a mask function does not
+            hide, or None.
         lists: the size of such a list in int32 values.
     """
 
@@ -41,6 +57,8 @@ class Backward(NamedTuple):
     variant: str
     shares: int | None = None
     sums: int = 0
+    values: Launch | None = None
+    before_values: Launch | None = None
     before_keys: Launch | None = None
     before_queries: Launch | None = None
     lists: int = 0
@@ -48,27 +66,34 @@ class Backward(NamedTuple):
     @property
     def launches(self) -> list[Launch]:
         """All launches, in order."""
-        ordered = (self.prepare, self.before_keys, self.keys, self.before_queries, self.queries)
+        of_keys = self.before_values, self.values, self.before_keys, self.keys
+        ordered = (self.prepare, *of_keys, self.before_queries, self.queries)
         return [x for x in ordered if x is not None]
 
 
 def backward(x: BackwardShapes) -> Backward:
-    """Return the launches of a backward in two passes: one over blocks of keys, one over queries."""
+    """Return the launches of a backward in passes: one or two over blocks of keys, one over queries."""
     from ..kernels.backward import backward_keys, backward_queries
 
+    of_values = tables.backward_values(x.case, keys=x.length)
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
     blocks = x.blocks(x.s, of_queries.block_m)
     more = {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
-    shares = blocks if x.has_slopes else None
-    if x.states is None:
-        keys = x.launch_by_blocks(backward_keys, of_keys, more, of_keys=True)
-        return Backward(
-            x.prepare(), keys, x.launch_by_blocks(backward_queries, of_queries, more), "plain", shares
-        )
-    for_keys = mask_tiles.lists(x, of_keys, by_keys=True)
-    for_queries = mask_tiles.lists(x, of_queries, by_keys=False)
+
+    def launched(kernel: Callable, tiles: LaunchConfig, *, of_keys: bool, **parts: bool) -> Pass:
+        """Return a pass; with a mask function, a launch before it lists its tiles."""
+        found = None if x.states is None else mask_tiles.lists(x, tiles, by_keys=of_keys)
+        given = more | parts | ({} if found is None else found.arguments)
+        launch = x.launch_by_blocks(kernel, tiles, given, of_keys=of_keys)
+        return Pass(None, launch, 0) if found is None else Pass(found.launch, launch, found.numbers)
+
+    values = Pass(None, None, 0)
+    if of_values is not None:
+        values = launched(backward_keys, of_values, of_keys=True, DK=False)
+    keys = launched(backward_keys, of_keys, of_keys=True, DV=of_values is None)
+    queries = launched(backward_queries, of_queries, of_keys=False)
     return Backward(
-        x.prepare(), x.launch_by_blocks(backward_keys, of_keys, more | for_keys.arguments, of_keys=True),
-        x.launch_by_blocks(backward_queries, of_queries, more | for_queries.arguments), "plain", shares, 0,
-        for_keys.launch, for_queries.launch, max(for_keys.numbers, for_queries.numbers),
+        x.prepare(), keys.launch, queries.launch, "plain", blocks if x.has_slopes else None,
+        values=values.launch, before_values=values.before, before_keys=keys.before,
+        before_queries=queries.before, lists=max(values.numbers, keys.numbers, queries.numbers),
     )  # fmt: skip

@@ -55,6 +55,7 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
+            "DK": True, "DV": True,
             "room": None, "stride_list_b": None, "stride_list_h": None,  # set only with a mask function
         }  # fmt: skip
 
@@ -119,10 +120,10 @@ class BackwardShapes(DenseShapes):
 
     def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
         super().__init__(key)
-        # Head sizes are checked here too, since under a transform the forward does not know that a backward
-        # follows.
-        if max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD:
-            raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
+        # Checked here too, since under a transform the forward does not know that a backward follows.
+        widest, is_fp32 = max(self.case.head_dim, self.case.value_dim), self.case.itemsize > 2
+        if self.case.arch and is_fp32 and widest > tables.WIDE:
+            raise NotImplementedError(f"triton: has a backward in fp32 for heads of up to {tables.WIDE}")
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))

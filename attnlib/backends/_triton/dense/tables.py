@@ -9,9 +9,10 @@ from ..launching.config import LaunchConfig, fitting, widths
 L2 = 24 << 20
 WIDEST = 576  # most channels of a key: the latent and rotary channels of MLA
 WIDEST_VALUE = 512  # most channels of a value; tiles pad values to a power of two
-WIDEST_BACKWARD = 256  # most channels of a key or value for which there is a backward
+WIDE = 256  # heads with more channels have tables of their own, and no backward in fp32
 SHORT = 2048  # up to this many keys, smaller tiles are faster
 FEW_KEYS = 512  # up to this many keys, making descriptors costs more CPU time than they save on the GPU
+ROOMY = (90, 100)  # GPUs (sm) whose programs have up to 227 KB of shared memory
 FARTHEST = 2**24  # largest row stride in elements: int32 offsets must reach across a tile of 128 rows
 
 
@@ -57,7 +58,6 @@ FORWARD_CAUSAL = (
     (128, LaunchConfig(128, 128, 3, 8, tma=True)),
     (192, LaunchConfig(128, 64, 3, 8)),
     (256, LaunchConfig(128, 64, 2, 8, tma=True)),
-    (WIDEST, LaunchConfig(64, 32, 2, 8)),
 )
 # Milliseconds, full 8k:
 #   head  entry  others
@@ -72,7 +72,8 @@ FORWARD_SMALL = (
     (64, LaunchConfig(64, 64, 3, 4, registers=168)),
     (128, LaunchConfig(64, 64, 2, 4)),
     (256, LaunchConfig(64, 32, 2, 4)),
-    (WIDEST, LaunchConfig(16, 16, 2, 4)),
+    (512, LaunchConfig(64, 16, 2, 8)),
+    (WIDEST, LaunchConfig(32, 16, 2, 8)),
 )
 FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0 ms; 32 x 32 with 1 stage and 4 warps 3.3 ms
@@ -118,15 +119,22 @@ BACKWARD_QUERIES = (
     (192, LaunchConfig(128, 64, 3, 8)),
     (256, LaunchConfig(128, 32, 3, 8, tma=True)),
 )
-BACKWARD_SMALL = (
+BACKWARD_KEYS_SMALL = (
     (64, LaunchConfig(64, 64, 2, 4)),
     (128, LaunchConfig(32, 64, 1, 4)),
     (256, LaunchConfig(32, 32, 1, 4)),
+    (512, LaunchConfig(16, 32, 2, 8)),
+    (WIDEST, LaunchConfig(16, 16, 2, 8)),
+)
+BACKWARD_QUERIES_SMALL = (
+    *BACKWARD_KEYS_SMALL[:3],
+    (512, LaunchConfig(32, 16, 2, 8)),
+    (WIDEST, LaunchConfig(16, 16, 2, 8)),
 )
 BACKWARD_FP32 = (
     (64, LaunchConfig(32, 32, 1, 4)),
     (128, LaunchConfig(32, 32, 1, 8)),
-    (256, LaunchConfig(16, 16, 1, 8)),
+    (WIDEST, LaunchConfig(16, 16, 1, 8)),  # above 256, only for Triton's interpreter
 )
 
 # Forward tiles with mask or score functions; heads wider than 128 use small tiles. Milliseconds, causal 8k:
@@ -161,6 +169,20 @@ BACKWARD_QUERIES_FUNCTIONS = (
     (128, LaunchConfig(64, 64, 2, 4, tma=True)),
 )
 
+# Heads of more than 256 channels, on GPUs with 227 KB of shared memory. A program owns 64 rows, whose fp32
+# sums of 512 channels take half of the registers of 8 warps. The sums of dk and dv together would take all of
+# them, so dv has a pass of its own, which computes the scores once more. With n products of matrices per
+# tile in a pass:
+#   dv (2), dk (3), dq (3)                                       8 products, 64 rows
+#   dk and dv together (4), dq (3)                               7 products, 32 rows
+#   halves of the channels of dk and dv together (2 x 3), dq (3) 9 products, 64 rows
+# Products of 64 rows run on wgmma, and those of 32 rows only on mma. These tiles are not timed; they are the
+# largest that fit, and their loops without a mask spill next to nothing (d = 512, bf16, triton 3.7.1).
+FORWARD_WIDE = ((WIDEST, LaunchConfig(64, 32, 2, 8, tma=True)),)
+BACKWARD_VALUES_WIDE = ((WIDEST, LaunchConfig(32, 64, 2, 8, tma=True)),)
+BACKWARD_KEYS_WIDE = ((WIDEST, LaunchConfig(16, 64, 2, 8, tma=True)),)
+BACKWARD_QUERIES_WIDE = ((WIDEST, LaunchConfig(64, 16, 2, 8, tma=True)),)
+
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Return the tiles of the generic forward kernel.
@@ -171,29 +193,58 @@ def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """
     long = FORWARD_CAUSAL if case.causal else FORWARD_FULL
     long = FORWARD_FUNCTIONS if case.by_function else FORWARD_SHORT if keys <= SHORT else long
-    return _first_that_fits(case, keys, long, FORWARD_SMALL, FORWARD_FP32)
+    return _first_that_fits(case, keys, long, FORWARD_WIDE, FORWARD_SMALL, FORWARD_FP32)
+
+
+def backward_values(case: DenseCase, *, keys: int) -> LaunchConfig | None:
+    """Return the tiles of the backward pass that writes dv, or None if the pass that writes dk does."""
+    return _fitted(BACKWARD_VALUES_WIDE, case, keys) if _has_wide_tiles(case) else None
 
 
 def backward_keys(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Return the tiles of the backward pass over blocks of keys, which writes dk and dv."""
     large = BACKWARD_KEYS_FUNCTIONS if case.by_function else BACKWARD_KEYS
-    return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(case, keys, large, BACKWARD_KEYS_WIDE, BACKWARD_KEYS_SMALL, BACKWARD_FP32)
 
 
 def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Return the tiles of the backward pass over blocks of queries, which writes dq."""
     large = BACKWARD_QUERIES_FUNCTIONS if case.by_function else BACKWARD_QUERIES
-    return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(case, keys, large, BACKWARD_QUERIES_WIDE, BACKWARD_QUERIES_SMALL, BACKWARD_FP32)
 
 
-def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
-    _, _, value = widths(case.head_dim, case.value_dim)
-    widest = max(case.head_dim, value)  # keys count unpadded, since wide keys use two blocks
+def _widest(case: DenseCase) -> int:
+    """Return the larger width of a key or value. Keys count unpadded, since wide keys use two blocks.
+
+    Wide heads count as the widest if they need more shared memory: for tensors read per pair, or because
+    rows are not aligned.
+    """
+    widest = max(case.head_dim, widths(case.head_dim, case.value_dim)[2])
+    return WIDEST if widest > WIDE and (case.gathers or not case.aligned) else widest
+
+
+def _has_wide_tiles(case: DenseCase) -> bool:
+    """True if the tables for wide heads apply: their tiles have room for one tensor read per pair.
+
+    Without TMA, which needs aligned rows, they would spill in their loops.
+    """
+    fits = case.arch in ROOMY and case.itemsize == 2 and case.aligned and case.gathers < 2
+    return fits and _widest(case) > WIDE
+
+
+def _first_that_fits(
+    case: DenseCase, keys: int, large: tuple, wide: tuple, small: tuple, fp32: tuple
+) -> LaunchConfig:
+    widest = _widest(case)
     # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
-    fits = (
-        case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
-    )
-    config = fitting(fp32 if case.itemsize > 2 else large if fits else small, widest)
+    fits = case.plain and case.aligned and case.arch in ROOMY and not case.gathers and widest <= large[-1][0]
+    large = wide if _has_wide_tiles(case) else large if fits else small
+    return _fitted(fp32 if case.itemsize > 2 else large, case, keys)
+
+
+def _fitted(table: tuple, case: DenseCase, keys: int) -> LaunchConfig:
+    """Return the entry of a table for a case: with few stages for many tensors, and TMA where it pays."""
+    config = fitting(table, _widest(case))
     stages = 1 if case.gathers > 2 else config.stages
     return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
 

@@ -86,8 +86,9 @@ def backward_keys(
     D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # mask and score functions, or None
+    DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of keys and values, dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``.
+    """Write the gradients of keys, dk ``[b, t, g, d]`` (if ``DK``), and values, dv ``[b, t, g, e]`` (``DV``).
 
     One program computes them for one block of keys of one KV head and sequence. Score tiles are transposed,
     ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
@@ -114,7 +115,7 @@ def backward_keys(
     stored = n0 + n < keys
     k = load_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, n0, stored, d, True)
     v = load_tile(Rows(v_ptr, stride_vb, stride_vt, stride_vg), of_k, n0, stored, e, True)
-    dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
+    dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)  # the compiler removes what DK and DV leave unused
 
     j, i0 = (n0 + n)[:, None], keys - rows
     low, high, all_low, all_high = query_range(
@@ -169,34 +170,39 @@ def backward_keys(
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
-            if MASKED:
-                delta = tl.load(delta_ptr + rows_at + m, mask=valid, other=0.0)
-            dp = products(v, dout, e, PRECISION)
-            if not MASKED:
-                delta = tl.load(delta_ptr + rows_at + m)
-            kept = p
             if dropout_seed_ptr is not None:
                 seed, q_i = tl.load(dropout_seed_ptr), i0 + m0 + m
                 keep = dropout_keep(
                     seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None
                 ).T
-                dp = tl.where(keep, dp * dropout_scale, 0.0)
-                kept = tl.where(keep, p, 0.0)
-            ds = p * (dp - delta[None, :])
-            ds = (
-                unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None)
-                * derivative
-            )
-            if MASKED:
-                ds = tl.where(seen, ds, 0.0)
-            dv = add_products(dv, kept, dout, e, PRECISION)
-            dk = add_products(dk, ds, q, d, PRECISION)
+            if DK:
+                if MASKED:
+                    delta = tl.load(delta_ptr + rows_at + m, mask=valid, other=0.0)
+                dp = products(v, dout, e, PRECISION)
+                if not MASKED:
+                    delta = tl.load(delta_ptr + rows_at + m)
+                if dropout_seed_ptr is not None:
+                    dp = tl.where(keep, dp * dropout_scale, 0.0)
+                ds = p * (dp - delta[None, :])
+                ds = (
+                    unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None)
+                    * derivative
+                )
+                if MASKED:
+                    ds = tl.where(seen, ds, 0.0)
+            if DV:
+                kept = p if dropout_seed_ptr is None else tl.where(keep, p, 0.0)
+                dv = add_products(dv, kept, dout, e, PRECISION)
+            if DK:
+                dk = add_products(dk, ds, q, d, PRECISION)
 
     bounded = (j >= start) & (j < end)  # full tiles ignore these bounds
-    store_tile(
-        Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e
-    )
-    store_tile(Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg), of_k, n0, stored, dk, scale, bounded, d)
+    if DV:
+        store_tile(
+            Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e
+        )
+    if DK:
+        store_tile(Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg), of_k, n0, stored, dk, scale, bounded, d)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -7,7 +7,7 @@ import pytest
 
 from attnlib.backends._triton.dense import hopper_tables, tables
 from attnlib.backends._triton.dense.tables import DenseCase
-from attnlib.backends._triton.launching.config import head_split, power_of_two, widths
+from attnlib.backends._triton.launching.config import LaunchConfig, head_split, power_of_two, widths
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 
@@ -15,22 +15,41 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize(
     ("d", "e"),
-    [(1, 1), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (300, 300), (576, 512)],
+    [
+        (1, 1),
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (160, 160),
+        (192, 128),
+        (256, 256),
+        (300, 300),
+        (384, 320),
+        (512, 512),
+        (576, 512),
+    ],
 )
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("gathers", [None, 0, 2, 3])  # of functions of indices, where there are any
 def test_tiles_fit_into_shared_memory(arch, d, e, plain, gathers):
     width = sum(head_split(d)) + power_of_two(e)
+
+    def buffers(config: LaunchConfig) -> int:
+        """wgmma reads a tile while the next ones load; mma has it in registers by then."""
+        return config.stages if arch in tables.ROOMY else max(1, config.stages - 1)
+
     for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
         case = DenseCase(d, e, 2, causal, plain, arch, aligned, gathers is not None, gathers=gathers or 0)
         forward = tables.forward(case, keys=keys)
-        loaded = [forward.block_m * sum(head_split(d)) + forward.stages * forward.block_n * width]
+        loaded = [forward.block_m * sum(head_split(d)) + buffers(forward) * forward.block_n * width]
         configs = [forward]
-        if max(d, e) <= tables.WIDEST_BACKWARD:
-            owner, queries = (f(case, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
-            loaded.append(owner.block_n * width + owner.stages * owner.block_m * width)
-            loaded.append(queries.block_m * width + queries.stages * queries.block_n * width)
-            configs += [owner, queries]
+        owner, queries = (f(case, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
+        loaded.append(owner.block_n * width + buffers(owner) * owner.block_m * width)
+        loaded.append(queries.block_m * width + buffers(queries) * queries.block_n * width)
+        configs += [owner, queries]
+        if (values := tables.backward_values(case, keys=keys)) is not None:  # it does not read V
+            loaded.append(values.block_n * sum(head_split(d)) + buffers(values) * values.block_m * width)
+            configs.append(values)
         assert 2 * max(loaded) <= SHARED[arch] << 10
         assert {n for config in configs for n in config[:2]} <= {16, 32, 64, 128}
         assert aligned or not any(config.tma for config in configs)
@@ -53,6 +72,35 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
     assert e <= value
     assert main == value or min(main, value) >= 64
     assert tail == 0 or tail >= 64
+
+
+def test_wide_heads_have_tiles_of_their_own():
+    """Options do not change them, since smaller tiles run without wgmma."""
+    passes = tables.forward, tables.backward_values, tables.backward_keys, tables.backward_queries
+    wide = (
+        tables.FORWARD_WIDE,
+        tables.BACKWARD_VALUES_WIDE,
+        tables.BACKWARD_KEYS_WIDE,
+        tables.BACKWARD_QUERIES_WIDE,
+    )
+    case = DenseCase(512, 512, 2, True, True, 90, True)
+    options = {"plain": False}, {"by_function": True}, {"by_function": True, "changed": True, "gathers": 1}
+    for changes in ({}, {"arch": 100}, {"head_dim": 257, "value_dim": 257}, {"value_dim": 64}, *options):
+        for function, ((_, config),) in zip(passes, wide, strict=True):
+            assert function(case._replace(**changes), keys=8192) == config
+            assert function(case._replace(**changes), keys=tables.FEW_KEYS) == config._replace(tma=False)
+    for changes in ({"arch": 86}, {"arch": 80}, {"gathers": 2}, {"itemsize": 4}, {"aligned": False}):
+        assert tables.backward_values(case._replace(**changes), keys=8192) is None
+        assert not any(f(case._replace(**changes), keys=8192).tma for f in (passes[0], *passes[2:]))
+    small = case._replace(arch=86)
+    for f in (passes[0], *passes[2:]):  # what these take beside, or unaligned rows do, would not fit
+        widest = f(small._replace(head_dim=576), keys=8192)
+        assert f(small, keys=8192) != widest
+        for changes in ({"gathers": 1, "by_function": True}, {"aligned": False}):
+            assert f(small._replace(**changes), keys=8192) == widest
+    narrow = case._replace(head_dim=256, value_dim=256)
+    assert tables.backward_values(narrow, keys=8192) is None
+    assert passes[0](narrow, keys=8192).block_m == 128
 
 
 def test_functions_have_tiles_and_kernels_of_their_own():
