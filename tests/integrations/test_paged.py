@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import CACHE, DECODERS, lively
+from families import CACHE, DECODERS, RECENT, lively
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
@@ -12,6 +12,8 @@ from attnlib.integrations import transformers as hf
 from tests.integrations.test_encoders import BOTH, TOKENS, padded
 from tests.integrations.test_transformers import WAYS, agree, both, tokens
 
+UNPAGED = ("lfm2", "lfm2_moe")  # layers without keys and values are refused
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in RECENT if family not in UNPAGED]
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
@@ -31,7 +33,7 @@ def pair_of(family: str, way: str = "layers"):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *SLOW])
 @torch.no_grad()
 def test_generated_tokens(family, way):
     """Of a batch that is padded on the left."""

@@ -49,7 +49,7 @@ def layer_from(
         "mask": mask_of(family, config, index),
         "rope": rope,
         "temperature": None if family.temperature is None else family.temperature(config, rope is not None),
-        "dropout_p": getattr(config, family.dropout, 0.0) or 0.0,
+        "dropout_p": (family.dropout and getattr(config, family.dropout, None)) or 0.0,
     }
     if kv_heads is not None:
         options["num_kv_heads"] = kv_heads
@@ -64,7 +64,7 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     if not family.is_causal:
         return FULL
     kind = layer_type(config, index)
-    if family.window is None and kind in ("sliding_attention", "chunked_attention", "linear_attention"):
+    if family.window is None and kind != "full_attention":
         raise NotImplementedError(
             f"layer_types: expected full attention of {config.model_type}, got {kind!r}"
         )
@@ -110,6 +110,8 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
 
 
 def _rotates(family: Family, config: Any, index: int) -> bool:
+    if family.rotates is not None:
+        return family.rotates(config, index)
     if family.rope_layers is None:
         return True
     if family.rope_layers == "layer_types":
