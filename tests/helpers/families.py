@@ -33,6 +33,7 @@ YARN = {
     "mscale": 1.0, "mscale_all_dim": 0.8,
 }  # fmt: skip
 GROWING = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}  # queries, every four tokens
+HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0],
@@ -173,8 +174,18 @@ RECENT = MappingProxyType(
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "mlp_layer_types": ["dense", "dense", "sparse"],
         },
+        "mimo_v2_flash": WINDOWS
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {"sliding_attention": HALF, "full_attention": HALF | {"rope_theta": 100.0}},
+        },
         "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
-        "youtu": LATENT,
+        "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
         "lfm2_moe": EXPERTS
         | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},

@@ -44,6 +44,8 @@ OTHERS = {
     "rope_layers": lambda x: [None, "layer_types", "no_rope_layers"],
     "norm": lambda x: NORMS,
     "rotates": lambda x: [None, lambda *_: False],
+    "options": lambda x: [None],
+    "value_scale": lambda x: [None],
     "norm_eps": lambda x: [0.1],
     "norm_after_rope": lambda x: [not x],
     "window": lambda x: [None, "layer_types", "sliding_window"],
@@ -88,6 +90,10 @@ def is_said(name, other, family, config) -> bool:
         return False
     if name == "rope" and family.rope == "rope_interleave":
         return other != "interleaved"
+    if name == "sinks" and family.options is not None:  # which layers have sinks is an option
+        return False
+    if name == "is_causal" and config.model_type == "phimoe":  # its window comes with a mask of all pairs
+        return False
     if name == "is_by_head":
         return any(len(ours) > 1 for _, ours in family.weights)
     if name == "norm_eps":
@@ -95,13 +101,15 @@ def is_said(name, other, family, config) -> bool:
     if name == "norm_after_rope":  # norms without gains commute with a rotation
         return family.norm not in (None, PlainRMSNorm)
     if name == "rope_layers":
-        return family.rope is not None and (other != "layer_types" or hasattr(config, "layer_types"))
+        if family.rope is None or family.rotates is not None:
+            return False
+        return other != "layer_types" or hasattr(config, "layer_types")
     if name == "window":
         if (
             family.norm is PlainRMSNorm
         ):  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
             return False
-        return other != "layer_types" or hasattr(config, "layer_types")
+        return other != "layer_types" or "sliding_attention" in getattr(config, "layer_types", ())
     if name == "norm" and other is PlainRMSNorm:
         return family.norm is not None
     return getattr(family, name) or name not in ("rotates_part", "temperature")
@@ -121,6 +129,26 @@ def test_a_recent_family(family):
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     theirs, mine = (model.generate(ids[:, :12], **options, eos_token_id=60) for model in (eager, ours))
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("family", RECENT)
+@torch.no_grad()
+def test_layers_alone_compute_what_a_model_computes(family):
+    """With masks and ropes of their own."""
+    torch.manual_seed(0)
+    model, seen = small(family).eval(), {}
+    model.set_attn_implementation("eager")
+    for path, module, at in list(replacing.attention_of(model)):
+        layer = hf.from_config(model.config, at[1], part=at[0], weights=module.state_dict()).eval()
+
+        def compared(module, args, kwargs, out, path=path, layer=layer):
+            x = args[0] if args else kwargs["hidden_states"]
+            seen[path] = out[0]
+            agree(layer(x), out[0])
+
+        module.register_forward_hook(compared, with_kwargs=True)
+    model(tokens(model))
+    assert len(seen) >= 2
 
 
 @pytest.mark.parametrize("family", EVERY)

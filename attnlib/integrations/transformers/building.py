@@ -13,6 +13,7 @@ from ...rope.scaling import scaling_of
 from .families import FAMILIES, Family
 from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm
+from .values import ScaledValueAttention
 from .weights import to_ours
 
 
@@ -95,7 +96,7 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
     # older configs keep this field at the top level
-    share = getattr(config, "partial_rotary_factor", 1.0) if share is None else share
+    share = getattr(config, "partial_rotary_factor", family.share) if share is None else share
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
@@ -121,8 +122,8 @@ def _rotates(family: Family, config: Any, index: int) -> bool:
 
 def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     heads = getattr(config, family.heads)
-    options.setdefault("num_kv_heads", None if family.kv_heads is None else getattr(config, family.kv_heads))
-    options |= {
+    options = {
+        "num_kv_heads": None if family.kv_heads is None else getattr(config, family.kv_heads),
         "head_dim": _head_dim(family, config),
         "sinks": family.sinks,
         "norm_after_rope": family.norm_after_rope,
@@ -130,8 +131,14 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "output_bias": _value(config, family.output_bias),
         "scale": None if family.scale is None else family.scale(config, index),
         "softcap": _value(config, family.softcap),
+        **({} if family.options is None else family.options(config, index)),
+        **options,
     }
-    layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
+    value_scale = _value(config, family.value_scale)
+    made = GroupedQueryAttention if value_scale is None else ScaledValueAttention
+    layer = made(getattr(config, family.width), heads, **options)
+    if value_scale is not None:
+        layer.value_scale = value_scale
     has_norm = family.norm_if is None or getattr(config, family.norm_if)
     if family.norm is not None and has_norm and not (family.norm is PlainRMSNorm and options["rope"] is None):
         eps = _value(config, family.norm_eps)

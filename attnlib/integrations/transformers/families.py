@@ -41,6 +41,9 @@ class Family(AttentionStorage):
     rotates: Callable[[Any, int], bool] | None = None
     window: str | None = None  # config field that says which layers have a window
     scale: Callable[[Any, int], float] | None = None
+    value_scale: str | None = None  # config field with the factor of values
+    # A function of the config and a layer number that returns more arguments of the layer: head counts, ...
+    options: Callable[[Any, int], dict[str, Any]] | None = None
     reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
@@ -67,6 +70,13 @@ def is_sliding(config: Any, index: int) -> bool:
 def is_rotated_prefix(config: Any, index: int) -> bool:
     """True if a layer of Cohere 2 MoE is one of the first, dense ones that have a rope without a window."""
     return config.mlp_layer_types[index] == "dense" and config.prefix_dense_sliding_window_pattern == 1
+
+
+def mimo_options(config: Any, index: int) -> dict[str, Any]:
+    """Return the head sizes of a MiMo-V2-Flash layer; with a window, it has twice the KV heads, and sinks."""
+    has_window = is_sliding(config, index)
+    kv_heads = config.num_key_value_heads * (2 if has_window else 1)
+    return {"num_kv_heads": kv_heads, "v_head_dim": config.v_head_dim, "sinks": has_window}
 
 
 LLAMA = replace(stored("llama"), fixed=(("rope_interleaved", False),))
@@ -272,6 +282,16 @@ FAMILIES = MappingProxyType(
         ),
         ("smollm3", "self"): replace(stored("smollm3"), window="layer_types"),
         ("gpt_oss", "self"): Family(sinks=True, window="layer_types", weights=(*GROUPED, ("", ("sinks",)))),
+        ("mimo_v2_flash", "self"): Family(
+            options=mimo_options,
+            output_bias=False,
+            window="layer_types",
+            value_scale="attention_value_scale",
+            rotates_part=True,
+            share=0.334,
+            weights=(*GROUPED, ("", ("sinks",))),
+            reads=("v_head_dim",),
+        ),
         ("hunyuan_v1_dense", "self"): HUNYUAN,
         ("hunyuan_v1_moe", "self"): HUNYUAN,
         ("lfm2", "self"): LFM2,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kv import KVLayout
+from .families import FAMILIES
 from .latents import SIZES, keeps_latents
 from .own import FORMS
 from .replacing import ReplacedAttention
@@ -34,12 +35,16 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             "call hf.absorb(model) or hf.replace(model)"
         )
     layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
-    for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
+    family = FAMILIES.get((config.model_type, "self"))
+    given = (lambda *_: {}) if family is None or family.options is None else family.options
+    per_layer = getattr(config, "per_layer_config", [config] * len(kinds))
+    for index, (of_layer, kind) in enumerate(zip(per_layer, kinds, strict=True)):
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if is_latent:
             layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
             continue
         heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
+        heads = given(config, index).get("num_kv_heads", heads)
         width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
         layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
     return layouts
