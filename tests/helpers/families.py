@@ -186,7 +186,7 @@ RECENT = MappingProxyType(
         },
         "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
         "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
-        "lfm2": {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
+        "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
         "lfm2_moe": EXPERTS
         | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
     }

@@ -12,13 +12,15 @@ from .latents import SIZES, keeps_latents
 from .own import FORMS
 from .replacing import ReplacedAttention
 
+STATES = ("conv", "linear_attention")  # types of layers that keep a state of fixed size per row
 
-def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout]:
-    """Return the cache layout of each layer of a model.
+
+def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout | None]:
+    """Return the cache layout of each layer of a model, or None for a layer that keeps a recurrent state.
 
     Raises:
-        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say
-            which.
+        NotImplementedError: a layer keeps neither keys and values, nor latents, nor a recurrent state, or the
+            config does not say which.
         ValueError: the model expands its latents before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
@@ -39,6 +41,9 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
     given = (lambda *_: {}) if family is None or family.options is None else family.options
     per_layer = getattr(config, "per_layer_config", [config] * len(kinds))
     for index, (of_layer, kind) in enumerate(zip(per_layer, kinds, strict=True)):
+        if kind in STATES:
+            layouts.append(None)
+            continue
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if is_latent:
             layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
@@ -67,8 +72,10 @@ def _layer_types_of(config: Any) -> list[str]:
         for of_layer in per_layer
     ]
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention", *STATES):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
+    if all(kind in STATES for kind in kinds):
+        raise NotImplementedError("model: expected a layer that keeps keys and values, got none")
     return kinds
 
 
