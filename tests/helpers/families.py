@@ -33,6 +33,8 @@ YARN = {
     "mscale": 1.0, "mscale_all_dim": 0.8,
 }  # fmt: skip
 GROWING = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}  # queries, every four tokens
+HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0],
     "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
@@ -112,6 +114,83 @@ DECODERS = MappingProxyType(
         | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 7},
     }
 )
+# Families whose tests run by default only in part: logits, and one generate.
+RECENT = MappingProxyType(
+    {
+        "ernie4_5": {"head_dim": 16, "use_bias": True},
+        "ernie4_5_moe": {"use_bias": True, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+        "arcee": {},
+        "jais2": {},
+        "seed_oss": {"head_dim": 16, "attention_out_bias": True},
+        "helium": {"head_dim": 8},
+        "apertus": {"rope_parameters": LLAMA3},
+        "minimax_m2": EXPERTS | {"head_dim": 16, "rotary_dim": 8},
+        "flex_olmo": EXPERTS,
+        "olmoe": EXPERTS,
+        "dots1": WINDOWS
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+        },
+        "glm": {"head_dim": 16},
+        "nemotron": {"head_dim": 16},
+        "phi": {"qk_layernorm": True},
+        "phimoe": EXPERTS | {"sliding_window": 7},
+        "persimmon": {"num_key_value_heads": None},
+        "stablelm": {"use_qkv_bias": True, "hidden_size": 64},
+        "vaultgemma": {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 5.0,
+        },
+        "hyperclovax": {"attention_multiplier": 0.3},
+        "granitemoeshared": EXPERTS | {"attention_multiplier": 0.3},
+        "mellum": EXPERTS
+        | WINDOWS
+        | {
+            "head_dim": 16,
+            "rope_parameters": {"sliding_attention": DEFAULT, "full_attention": LLAMA3},
+        },
+        "ministral": WINDOWS | {"head_dim": 8},
+        "cwm": WINDOWS | {"head_dim": 16},
+        "solar_open": {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        "hy_v3": EXPERTS | {"head_dim": 16},
+        "exaone4": WINDOWS,
+        "exaone_moe": EXPERTS | WINDOWS,
+        "cohere2_moe": EXPERTS
+        | {
+            "head_dim": 16,
+            "logit_scale": 1.0,
+            "sliding_window": 7,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+        },
+        "mimo_v2_flash": WINDOWS
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {"sliding_attention": HALF, "full_attention": HALF | {"rope_theta": 100.0}},
+        },
+        "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+        "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
+        "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
+        "lfm2_moe": EXPERTS
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
+    }
+)
 # fmt: on
 
 
@@ -119,7 +198,7 @@ def small(family: str) -> torch.nn.Module:
     """A causal language model of a family, whose every weight shows in its logits."""
     make = CONFIG_MAPPING[family]
     biased = {"attention_bias": True} if hasattr(make(), "attention_bias") else {}
-    config = make(**SIZES | biased | DECODERS[family])
+    config = make(**SIZES | biased | (DECODERS | RECENT)[family])
     model = Mistral4ForCausalLM(config) if family == "mistral4" else AutoModelForCausalLM.from_config(config)
     return lively(model.float())
 

@@ -5,22 +5,32 @@ import dataclasses
 
 import pytest
 import torch
-from families import DECODERS, SIZES, small
+from families import DECODERS, RECENT, SIZES, small
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import building, families, replacing
 from attnlib.integrations.transformers.norms import (
+    BiasedLayerNorm,
     HeadLayerNorm,
     HeadRMSNorm,
     OffsetRMSNorm,
     PlainRMSNorm,
     WideRMSNorm,
 )
-from tests.integrations.test_transformers import tokens
+from tests.integrations.test_transformers import agree, both, tokens
 
-NORMS = (HeadRMSNorm, OffsetRMSNorm, WideRMSNorm, HeadLayerNorm, PlainRMSNorm, None)
+EVERY = [*DECODERS, *(pytest.param(family, marks=pytest.mark.slow) for family in RECENT)]
+NORMS = (
+    HeadRMSNorm,
+    OffsetRMSNorm,
+    WideRMSNorm,
+    HeadLayerNorm,
+    BiasedLayerNorm,
+    PlainRMSNorm,
+    None,
+)
 # Of each entry, what else it could be.
 OTHERS = {
     "weights": lambda x: [swapped(x)],
@@ -33,6 +43,9 @@ OTHERS = {
     "rotates_part": lambda x: [not x],
     "rope_layers": lambda x: [None, "layer_types", "no_rope_layers"],
     "norm": lambda x: NORMS,
+    "rotates": lambda x: [None, lambda *_: False],
+    "options": lambda x: [None],
+    "value_scale": lambda x: [None],
     "norm_eps": lambda x: [0.1],
     "norm_after_rope": lambda x: [not x],
     "window": lambda x: [None, "layer_types", "sliding_window"],
@@ -77,6 +90,10 @@ def is_said(name, other, family, config) -> bool:
         return False
     if name == "rope" and family.rope == "rope_interleave":
         return other != "interleaved"
+    if name == "sinks" and family.options is not None:  # which layers have sinks is an option
+        return False
+    if name == "is_causal" and config.model_type == "phimoe":  # its window comes with a mask of all pairs
+        return False
     if name == "is_by_head":
         return any(len(ours) > 1 for _, ours in family.weights)
     if name == "norm_eps":
@@ -84,19 +101,57 @@ def is_said(name, other, family, config) -> bool:
     if name == "norm_after_rope":  # norms without gains commute with a rotation
         return family.norm not in (None, PlainRMSNorm)
     if name == "rope_layers":
-        return family.rope is not None and (other != "layer_types" or hasattr(config, "layer_types"))
+        if family.rope is None or family.rotates is not None:
+            return False
+        return other != "layer_types" or hasattr(config, "layer_types")
     if name == "window":
         if (
             family.norm is PlainRMSNorm
         ):  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
             return False
-        return other != "layer_types" or hasattr(config, "layer_types")
+        return other != "layer_types" or "sliding_attention" in getattr(config, "layer_types", ())
     if name == "norm" and other is PlainRMSNorm:
         return family.norm is not None
     return getattr(family, name) or name not in ("rotates_part", "temperature")
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", RECENT)
+@torch.no_grad()
+def test_a_recent_family(family):
+    """Logits of attnlib's attention and layers, and one generate; test_transformers.py has slow tests."""
+    eager, ours = both(family)
+    ids, mask = tokens(eager), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    expected = eager(ids).logits
+    agree(ours(ids).logits, expected)
+    hf.replace(ours)
+    agree(ours(ids).logits, expected)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    theirs, mine = (model.generate(ids[:, :12], **options, eos_token_id=60) for model in (eager, ours))
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("family", RECENT)
+@torch.no_grad()
+def test_layers_alone_compute_what_a_model_computes(family):
+    """With masks and ropes of their own."""
+    torch.manual_seed(0)
+    model, seen = small(family).eval(), {}
+    model.set_attn_implementation("eager")
+    for path, module, at in list(replacing.attention_of(model)):
+        layer = hf.from_config(model.config, at[1], part=at[0], weights=module.state_dict()).eval()
+
+        def compared(module, args, kwargs, out, path=path, layer=layer):
+            x = args[0] if args else kwargs["hidden_states"]
+            seen[path] = out[0]
+            agree(layer(x), out[0])
+
+        module.register_forward_hook(compared, with_kwargs=True)
+    model(tokens(model))
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("family", EVERY)
 @torch.no_grad()
 def test_every_entry_matters(family, monkeypatch):
     """A model whose family has another entry cannot be made, or computes something else."""
@@ -120,16 +175,17 @@ def test_every_entry_matters(family, monkeypatch):
     assert tried > 5
 
 
-@pytest.mark.parametrize(("family", "part"), families.FAMILIES)
+@pytest.mark.parametrize(("family", "part"), [key for key, x in families.FAMILIES.items() if x.dropout])
 def test_dropout_is_the_familys(family, part):
     entry = families.FAMILIES[family, part]
     make = DeepseekV3Config if family == "kimi_k2" else CONFIG_MAPPING[family]
-    config = make(**(SIZES | DECODERS[family] if family in DECODERS else {}) | {entry.dropout: 0.25})
+    small_one = {} if family not in DECODERS | RECENT else SIZES | (DECODERS | RECENT)[family]
+    config = make(**small_one | {entry.dropout: 0.25})
     config.model_type = family
     assert hf.from_config(config, part=part, device="meta").dropout_p == 0.25
 
 
-@pytest.mark.parametrize("family", ["gpt2", "starcoder2"])
+@pytest.mark.parametrize("family", ["gpt2", "starcoder2", "seed_oss"])
 def test_dropout_after_the_layer(family):
     entry = families.FAMILIES[family, "self"]
     torch.manual_seed(0)
@@ -178,7 +234,7 @@ def llama(**fields):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of bert, .* got 'bloom'"),
+        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of .* bert, .* got 'bloom'"),
         (lambda: llama(attention_sinks=True), "config: attention_sinks=True is unknown for llama"),
         (
             lambda: CONFIG_MAPPING["mistral"](attention_bias=True),
@@ -208,6 +264,15 @@ def llama(**fields):
             "rope_parameters: alpha=2.0 is unknown",
         ),
         (lambda: CONFIG_MAPPING["qwen3"](layer_types=["linear_attention"] * 32), "got 'linear_attention'"),
+        (
+            lambda: CONFIG_MAPPING["lfm2"](layer_types=["conv"] * 32),
+            "expected full attention of lfm2, got 'conv'",
+        ),
+        (
+            lambda: CONFIG_MAPPING["ernie4_5"](attention_dropout=0.1),
+            "attention_dropout=0.1 is unknown for ernie4_5",
+        ),
+        (lambda: CONFIG_MAPPING["stablelm"](qk_layernorm=True), "qk_layernorm: expected False, got True"),
     ],
 )
 def test_what_is_not_known_is_refused(config, message):
@@ -263,7 +328,7 @@ def test_a_layer_by_itself():
 # A replaced model
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_saved_folder_is_the_familys_own(family, tmp_path):
     """It opens as the family's model, and in a replaced one."""
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import CACHE, DECODERS, lively
+from families import CACHE, DECODERS, RECENT, lively
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
@@ -12,6 +12,7 @@ from attnlib.integrations import transformers as hf
 from tests.integrations.test_encoders import BOTH, TOKENS, padded
 from tests.integrations.test_transformers import WAYS, agree, both, tokens
 
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in RECENT]
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
@@ -31,7 +32,7 @@ def pair_of(family: str, way: str = "layers"):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *SLOW])
 @torch.no_grad()
 def test_generated_tokens(family, way):
     """Of a batch that is padded on the left."""
@@ -248,3 +249,90 @@ def test_cropping_to_a_length_is_refused():
     _, ours = pair_of("llama")
     with pytest.raises(ValueError, match="tokens_to_remove: expected at most 0"):
         paged(ours).crop(3)
+
+
+# Hybrid models, whose convolutions keep states of transformers
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_states_follow_their_rows(way):
+    """In beams, and where rows are forked and chosen."""
+    eager, ours = pair_of("lfm2", way)
+    ids, options = tokens(eager, 2, 5), OPTIONS | {"num_beams": 3}
+    theirs = eager.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **{CACHE: paged(ours)}, **options), theirs)
+    cache, theirs = paged(ours), DynamicCache(config=eager.config)
+    rows = torch.arange(2)
+    for chosen in ([0, 0, 1, 1], [3, 0], [False, True]):
+        step = tokens(eager, len(rows), 3)
+        agree(ours(step, **{CACHE: cache}).logits, eager(step, **{CACHE: theirs}).logits)
+        if chosen == [0, 0, 1, 1]:
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor(chosen))
+        rows = torch.arange(len(rows))[torch.tensor(chosen)]
+        theirs.reorder_cache(rows)
+    assert len(cache.handles) == 1
+    step = tokens(eager, 1, 1)
+    agree(ours(step, **{CACHE: cache}).logits, eager(step, **{CACHE: theirs}).logits)
+
+
+@torch.no_grad()
+def test_states_cannot_take_tokens_back():
+    eager, ours = pair_of("lfm2")
+    with pytest.raises(NotImplementedError, match=r"rollback: expected layers .* recurrent state of layer 0"):
+        paged(ours, rollback=4)
+    cache, ids = paged(ours), tokens(eager, 1, 9)
+    ours(ids, **{CACHE: cache})
+    assert not cache.is_croppable
+    with pytest.raises(NotImplementedError, match="crop: expected layers that can take back tokens"):
+        cache.crop(-1)
+    with pytest.raises(NotImplementedError, match="activate_past_recording: expected layers that can take"):
+        ours.generate(ids, **{CACHE: paged(ours)}, assistant_model=copy.deepcopy(ours), **OPTIONS)
+
+
+@pytest.mark.parametrize("at", [(1, "_stored"), (2, "_query")], ids=["before", "after"])
+@pytest.mark.parametrize("when", ["first", "later"])
+@torch.no_grad()
+def test_a_step_that_failed_after_a_state_changed_needs_a_reset(when, at, monkeypatch):
+    """Before it has stored keys, or after."""
+    eager, ours = pair_of("lfm2")
+    cache, ids = paged(ours), tokens(eager, 2, 9)
+    if when == "later":
+        ours(ids, **{CACHE: cache})
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.model.layers[at[0]].self_attn, at[1], lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ours(ids, **{CACHE: cache})
+    with pytest.raises(RuntimeError, match=r"states that it may have changed; call reset\(\)"):
+        ours(ids, **{CACHE: cache})
+    cache.reset()
+    ids = tokens(eager, 3, 7)  # more rows than before
+    agree(ours(ids, **{CACHE: cache}).logits, eager(ids).logits)
+    ours.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # a call without the cache does not concern it
+        ours(ids)
+    del ours.lm_head._forward_pre_hooks[next(iter(ours.lm_head._forward_pre_hooks))]
+    ours(ids, **{CACHE: cache})
+
+
+@torch.no_grad()
+def test_a_step_whose_pages_were_not_read_needs_a_reset(monkeypatch):
+    eager, ours = pair_of("lfm2")
+    cache, ids = paged(ours), tokens(eager, 2, 9)
+    ours(ids, **{CACHE: cache})
+    update = cache.layers[1].update
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.layers[1], "update", lambda *given: [x.clone() for x in update(*given)])
+        with pytest.raises(RuntimeError, match="layer 1: expected attention to the pages"):
+            ours(ids, **{CACHE: cache})
+    with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+        ours(ids, **{CACHE: cache})
+
+
+def test_a_model_of_states_alone_is_refused():
+    _, ours = pair_of("lfm2")
+    ours.config.layer_types = ["conv"] * 3
+    with pytest.raises(NotImplementedError, match="expected a layer that keeps keys and values, got none"):
+        paged(ours)

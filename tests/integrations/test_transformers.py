@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import DECODERS, small
+from families import DECODERS, RECENT, small
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import attention, masks
@@ -16,7 +16,10 @@ hf.register()
 WAYS = ("attention", "layers")  # of attnlib: called by the model's own layers, or with them
 
 
-@pytest.fixture(params=[(family, way) for way in WAYS for family in DECODERS], ids="-".join)
+SLOW = [pytest.param((family, way), marks=pytest.mark.slow) for way in WAYS for family in RECENT]
+
+
+@pytest.fixture(params=[*((family, way) for way in WAYS for family in DECODERS), *SLOW], ids="-".join)
 def pair(request):
     """A small model of a family with random weights, on eager attention and on attnlib's."""
     return both(*request.param)

@@ -13,6 +13,7 @@ from ...rope.scaling import scaling_of
 from .families import FAMILIES, Family
 from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm
+from .values import ScaledValueAttention
 from .weights import to_ours
 
 
@@ -49,7 +50,7 @@ def layer_from(
         "mask": mask_of(family, config, index),
         "rope": rope,
         "temperature": None if family.temperature is None else family.temperature(config, rope is not None),
-        "dropout_p": getattr(config, family.dropout, 0.0) or 0.0,
+        "dropout_p": (family.dropout and getattr(config, family.dropout, None)) or 0.0,
     }
     if kv_heads is not None:
         options["num_kv_heads"] = kv_heads
@@ -64,7 +65,7 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     if not family.is_causal:
         return FULL
     kind = layer_type(config, index)
-    if family.window is None and kind in ("sliding_attention", "chunked_attention", "linear_attention"):
+    if family.window is None and kind != "full_attention":
         raise NotImplementedError(
             f"layer_types: expected full attention of {config.model_type}, got {kind!r}"
         )
@@ -95,7 +96,7 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
     # older configs keep this field at the top level
-    share = getattr(config, "partial_rotary_factor", 1.0) if share is None else share
+    share = getattr(config, "partial_rotary_factor", family.share) if share is None else share
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
@@ -110,6 +111,8 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
 
 
 def _rotates(family: Family, config: Any, index: int) -> bool:
+    if family.rotates is not None:
+        return family.rotates(config, index)
     if family.rope_layers is None:
         return True
     if family.rope_layers == "layer_types":
@@ -119,8 +122,8 @@ def _rotates(family: Family, config: Any, index: int) -> bool:
 
 def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     heads = getattr(config, family.heads)
-    options.setdefault("num_kv_heads", None if family.kv_heads is None else getattr(config, family.kv_heads))
-    options |= {
+    options = {
+        "num_kv_heads": None if family.kv_heads is None else getattr(config, family.kv_heads),
         "head_dim": _head_dim(family, config),
         "sinks": family.sinks,
         "norm_after_rope": family.norm_after_rope,
@@ -128,8 +131,14 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "output_bias": _value(config, family.output_bias),
         "scale": None if family.scale is None else family.scale(config, index),
         "softcap": _value(config, family.softcap),
+        **({} if family.options is None else family.options(config, index)),
+        **options,
     }
-    layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
+    value_scale = _value(config, family.value_scale)
+    made = GroupedQueryAttention if value_scale is None else ScaledValueAttention
+    layer = made(getattr(config, family.width), heads, **options)
+    if value_scale is not None:
+        layer.value_scale = value_scale
     has_norm = family.norm_if is None or getattr(config, family.norm_if)
     if family.norm is not None and has_norm and not (family.norm is PlainRMSNorm and options["rope"] is None):
         eps = _value(config, family.norm_eps)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...models.families import GROUPED, NORMED, STORED, AttentionStorage, alike
 from ...rope.scaling import QueryTemperature
-from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
+from .norms import BiasedLayerNorm, HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
 LATENT = alike(
     "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
@@ -37,15 +37,20 @@ class Family(AttentionStorage):
     norm_if: str | None = None
     norm_eps: str | float = "rms_norm_eps"
     norm_after_rope: bool = False
+    # A function of the config and a layer number that tells which layers have a rope, if rope_layers cannot.
+    rotates: Callable[[Any, int], bool] | None = None
     window: str | None = None  # config field that says which layers have a window
     scale: Callable[[Any, int], float] | None = None
+    value_scale: str | None = None  # config field with the factor of values
+    # A function of the config and a layer number that returns more arguments of the layer: head counts, ...
+    options: Callable[[Any, int], dict[str, Any]] | None = None
     reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
     # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], QueryTemperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
-    dropout: str = "attention_dropout"
+    dropout: str | None = "attention_dropout"  # None: the family has no dropout
     residual_dropout: str | None = None
     fixed: tuple[tuple[str, object], ...] = ()  # config fields that must have this value
     unused: tuple[str, ...] = ()  # config fields that must be None, as transformers' layers never read them
@@ -57,6 +62,24 @@ def stored(kind: str) -> Family:
     return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(AttentionStorage)})
 
 
+def is_sliding(config: Any, index: int) -> bool:
+    """True if a layer has a sliding window."""
+    return config.layer_types[index] == "sliding_attention"
+
+
+def is_rotated_prefix(config: Any, index: int) -> bool:
+    """True if a layer of Cohere 2 MoE is one of the first, dense ones that have a rope without a window."""
+    return config.mlp_layer_types[index] == "dense" and config.prefix_dense_sliding_window_pattern == 1
+
+
+def mimo_options(config: Any, index: int) -> dict[str, Any]:
+    """Return the head sizes of a MiMo-V2-Flash layer; with a window, it has twice the KV heads, and sinks."""
+    has_window = is_sliding(config, index)
+    kv_heads = config.num_key_value_heads * (2 if has_window else 1)
+    return {"num_kv_heads": kv_heads, "v_head_dim": config.v_head_dim, "sinks": has_window}
+
+
+LLAMA = replace(stored("llama"), fixed=(("rope_interleaved", False),))
 MISTRAL = MappingProxyType({"bias": False, "output_bias": False, "window": "sliding_window"})
 QWEN2 = MappingProxyType({"bias": True, "output_bias": False, "window": "layer_types"})
 NOT_BOTH_WAYS = (("use_bidirectional_attention", False),)
@@ -71,6 +94,30 @@ GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
 )
 GLM4 = replace(stored("glm4"), output_bias=False)
+ERNIE = Family(bias="use_bias", output_bias="use_bias", rope="interleaved", dropout=None)
+EXAONE = Family(
+    weights=NORMED,
+    norm=HeadRMSNorm,
+    bias=False,
+    output_bias=False,
+    window="layer_types",
+    rotates=lambda config, index: config.sliding_window is None or is_sliding(config, index),
+)
+HUNYUAN = Family(
+    norm=HeadRMSNorm,
+    norm_after_rope=True,
+    weights=(*GROUPED, ("query_layernorm", ("q_norm",)), ("key_layernorm", ("k_norm",))),
+)
+QK_LAYERNORM = (("q_layernorm", ("q_norm",)), ("k_layernorm", ("k_norm",)))
+LFM2 = Family(
+    weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",)), *QK_LAYERNORM),
+    bias=False,
+    output_bias=False,
+    norm=HeadRMSNorm,
+    norm_eps="norm_eps",
+    dropout=None,
+    reads=("full_attn_idxs",),  # the config converts it to layer_types
+)
 DEEPSEEK = Family(
     is_latent=True,
     weights=LATENT,
@@ -124,9 +171,19 @@ WHISPER = Family(
 # Keys are (model_type, part). The part is "self" for a decoder, or if the model has only one stack of layers.
 FAMILIES = MappingProxyType(
     {
-        ("llama", "self"): replace(stored("llama"), fixed=(("rope_interleaved", False),)),
+        ("llama", "self"): LLAMA,
+        ("arcee", "self"): LLAMA,
+        ("jais2", "self"): LLAMA,
+        ("apertus", "self"): Family(weights=NORMED, norm=HeadRMSNorm),
+        ("hy_v3", "self"): Family(weights=NORMED, norm=HeadRMSNorm),
+        ("seed_oss", "self"): Family(output_bias="attention_out_bias", residual_dropout="residual_dropout"),
+        ("ernie4_5", "self"): ERNIE,
+        ("ernie4_5_moe", "self"): ERNIE,
         ("mistral", "self"): replace(stored("mistral"), **MISTRAL),
         ("mixtral", "self"): replace(stored("mixtral"), **MISTRAL),
+        ("ministral", "self"): Family(**MISTRAL | {"window": "layer_types"}),
+        ("cwm", "self"): Family(**MISTRAL | {"window": "layer_types"}),
+        ("phimoe", "self"): Family(window="sliding_window"),
         ("ministral3", "self"): Family(
             **MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),
@@ -134,10 +191,15 @@ FAMILIES = MappingProxyType(
         ("qwen2_moe", "self"): replace(stored("qwen2_moe"), **QWEN2 | {"bias": "qkv_bias"}),
         ("qwen3", "self"): replace(stored("qwen3"), norm=HeadRMSNorm, window="layer_types"),
         ("qwen3_moe", "self"): replace(stored("qwen3_moe"), norm=HeadRMSNorm, window="sliding_window"),
+        ("dots1", "self"): Family(weights=NORMED, norm=HeadRMSNorm, window="layer_types"),
+        ("mellum", "self"): Family(weights=NORMED, norm=HeadRMSNorm, window="layer_types"),
+        ("exaone4", "self"): EXAONE,
+        ("exaone_moe", "self"): EXAONE,
         ("gemma", "self"): replace(stored("gemma"), fixed=NOT_BOTH_WAYS),
         ("gemma2", "self"): replace(
             stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS
         ),
+        ("vaultgemma", "self"): Family(**GEMMA2, softcap="attn_logit_softcapping"),
         ("gemma3_text", "self"): replace(
             stored("gemma3_text"),
             **GEMMA2,
@@ -146,7 +208,43 @@ FAMILIES = MappingProxyType(
             unused=("attn_logit_softcapping",),
         ),
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
+        ("phi", "self"): Family(
+            weights=(*alike("q_proj", "k_proj", "v_proj"), ("dense", ("o_proj",)), *QK_LAYERNORM),
+            bias=True,
+            output_bias=True,
+            rotates_part=True,
+            norm=BiasedLayerNorm,
+            norm_if="qk_layernorm",
+            norm_eps="layer_norm_eps",
+        ),
+        ("persimmon", "self"): Family(
+            weights=(
+                ("query_key_value", ("q_proj", "k_proj", "v_proj")),
+                ("dense", ("o_proj",)),
+                *QK_LAYERNORM,
+            ),
+            is_by_head=True,
+            kv_heads=None,
+            head_dim=None,
+            bias=True,
+            output_bias=True,
+            rotates_part=True,
+            norm=BiasedLayerNorm,
+            norm_if="qk_layernorm",
+            norm_eps="layer_norm_eps",
+        ),
         ("glm4", "self"): GLM4,
+        ("glm", "self"): GLM4,
+        ("helium", "self"): Family(rope="interleaved", output_bias=False),
+        ("solar_open", "self"): Family(output_bias=False),
+        ("nemotron", "self"): Family(rotates_part=True, reads=("norm_eps",)),
+        ("stablelm", "self"): Family(
+            bias="use_qkv_bias",
+            output_bias=False,
+            head_dim=None,
+            rotates_part=True,
+            fixed=(("qk_layernorm", False),),
+        ),
         ("glm4_moe", "self"): replace(
             GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED
         ),
@@ -154,11 +252,29 @@ FAMILIES = MappingProxyType(
             stored("cohere"), norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps"
         ),
         ("cohere2", "self"): replace(stored("cohere2"), window="layer_types"),
+        ("cohere2_moe", "self"): Family(
+            rope="interleaved",
+            rotates=lambda config, index: is_sliding(config, index) or is_rotated_prefix(config, index),
+            window="layer_types",
+            reads=("rope_theta", "rope_scaling", "prefix_dense_sliding_window_pattern"),
+        ),
         ("olmo2", "self"): replace(stored("olmo2"), norm=WideRMSNorm),
+        ("flex_olmo", "self"): Family(weights=NORMED, norm=WideRMSNorm),
+        ("minimax_m2", "self"): Family(
+            weights=NORMED,
+            norm=WideRMSNorm,
+            bias=False,
+            output_bias=False,
+            rotates_part=True,
+            reads=("rotary_dim",),  # the config converts it to partial_rotary_factor
+        ),
+        ("olmoe", "self"): Family(weights=NORMED, norm=WideRMSNorm, fixed=(("clip_qkv", None),)),
         ("olmo3", "self"): replace(stored("olmo3"), norm=WideRMSNorm, window="layer_types"),
         ("olmo", "self"): replace(stored("olmo"), fixed=(("clip_qkv", None),)),
         ("granite", "self"): replace(stored("granite"), **GRANITE),
         ("granitemoe", "self"): replace(stored("granitemoe"), **GRANITE),
+        ("granitemoeshared", "self"): Family(**GRANITE),
+        ("hyperclovax", "self"): Family(**GRANITE),
         ("starcoder2", "self"): replace(
             stored("starcoder2"),
             **MISTRAL | {"bias": "use_bias", "output_bias": "use_bias"},
@@ -166,11 +282,20 @@ FAMILIES = MappingProxyType(
         ),
         ("smollm3", "self"): replace(stored("smollm3"), window="layer_types"),
         ("gpt_oss", "self"): Family(sinks=True, window="layer_types", weights=(*GROUPED, ("", ("sinks",)))),
-        ("hunyuan_v1_dense", "self"): Family(
-            norm=HeadRMSNorm,
-            norm_after_rope=True,
-            weights=(*GROUPED, ("query_layernorm", ("q_norm",)), ("key_layernorm", ("k_norm",))),
+        ("mimo_v2_flash", "self"): Family(
+            options=mimo_options,
+            output_bias=False,
+            window="layer_types",
+            value_scale="attention_value_scale",
+            rotates_part=True,
+            share=0.334,
+            weights=(*GROUPED, ("", ("sinks",))),
+            reads=("v_head_dim",),
         ),
+        ("hunyuan_v1_dense", "self"): HUNYUAN,
+        ("hunyuan_v1_moe", "self"): HUNYUAN,
+        ("lfm2", "self"): LFM2,
+        ("lfm2_moe", "self"): LFM2,
         ("llama4_text", "self"): Family(
             rope="interleaved",
             rope_layers="no_rope_layers",
@@ -230,6 +355,7 @@ FAMILIES = MappingProxyType(
         ("deepseek_v3", "self"): DEEPSEEK,
         ("kimi_k2", "self"): DEEPSEEK,
         ("glm4_moe_lite", "self"): DEEPSEEK,
+        ("youtu", "self"): DEEPSEEK,
         ("mistral4", "self"): replace(
             DEEPSEEK, rotates_part=True, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),

@@ -7,17 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from ...kv import KVLayout
+from .families import FAMILIES
 from .latents import SIZES, keeps_latents
 from .own import FORMS
 from .replacing import ReplacedAttention
 
+STATES = ("conv", "linear_attention")  # types of layers that keep a state of fixed size per row
 
-def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout]:
-    """Return the cache layout of each layer of a model.
+
+def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout | None]:
+    """Return the cache layout of each layer of a model, or None for a layer that keeps a recurrent state.
 
     Raises:
-        NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say
-            which.
+        NotImplementedError: a layer keeps neither keys and values, nor latents, nor a recurrent state, or the
+            config does not say which.
         ValueError: the model expands its latents before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
@@ -34,12 +37,19 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             "call hf.absorb(model) or hf.replace(model)"
         )
     layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
-    for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
+    family = FAMILIES.get((config.model_type, "self"))
+    given = (lambda *_: {}) if family is None or family.options is None else family.options
+    per_layer = getattr(config, "per_layer_config", [config] * len(kinds))
+    for index, (of_layer, kind) in enumerate(zip(per_layer, kinds, strict=True)):
+        if kind in STATES:
+            layouts.append(None)
+            continue
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if is_latent:
             layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
             continue
         heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
+        heads = given(config, index).get("num_kv_heads", heads)
         width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
         layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
     return layouts
@@ -62,8 +72,10 @@ def _layer_types_of(config: Any) -> list[str]:
         for of_layer in per_layer
     ]
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention", *STATES):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
+    if all(kind in STATES for kind in kinds):
+        raise NotImplementedError("model: expected a layer that keeps keys and values, got none")
     return kinds
 
 

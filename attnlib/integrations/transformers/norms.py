@@ -68,3 +68,10 @@ class HeadRMSNorm(nn.RMSNorm):
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(dim, eps=eps, **factory)
+
+
+class BiasedLayerNorm(nn.LayerNorm):
+    """Layer norm of each head, with one scale and one bias for all heads (Phi)."""
+
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
+        super().__init__(dim, eps=eps, **factory)

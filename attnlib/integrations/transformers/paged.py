@@ -9,19 +9,20 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from transformers import LlamaModel, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import SequenceHandle, Window
 from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of
 from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
+from .states import StatefulCache, state_counts
 
 NAME = "attnlib"  # must not contain "flash": transformers would look for a flash-attention package
 
 
 @kind
-class PagedCache(Cache):
+class PagedCache(StatefulCache):
     """A paged KV cache for a transformers model; use it as ``model.generate(..., **cache.as_argument)``.
 
     ``model`` is the model that will use the cache. Every row of a batch is a sequence of an
@@ -32,10 +33,15 @@ class PagedCache(Cache):
     :meth:`attnlib.KVCache.paged`. Once rows hold tokens, ``update`` returns placeholders that only attnlib's
     attention can read. Any other attention sees NaN.
 
+    Recurrent layers of a hybrid model, such as convolutions, keep transformers' own states. These follow
+    their rows, but cannot take back tokens: such a model has no assisted generation, cropping and rollback,
+    and the cache must be reset after a step that failed.
+
     Raises:
         ValueError: a size is invalid, or the model uses another attention implementation or expands its
             latents.
-        NotImplementedError: a layer caches neither keys and values nor latents.
+        NotImplementedError: a layer keeps neither keys and values, nor latents, nor a recurrent state; or
+            there are recurrent states and a ``rollback``.
     """
 
     def __init__(
@@ -57,8 +63,13 @@ class PagedCache(Cache):
                 "hf.register()"
             )
         layouts = layouts_of(model, config, storage_dtype)
+        paged = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+        self._counts = state_counts(config, [n for n in range(len(layouts)) if n not in paged])
+        if rollback:
+            self.refuse_states("rollback")
+        self._numbers = tuple(paged)  # the numbers of layers that have pages
         self._kv = KVCache.paged(
-            layouts,
+            list(paged.values()),
             pages=pages,
             page_size=page_size,
             max_sequences=max_sequences,
@@ -70,7 +81,7 @@ class PagedCache(Cache):
         self.handles: list[SequenceHandle] = []  # one handle per row
         self._length = 0  # tokens per row before the open step
         self._step: Any = None  # context manager of the open cache step, None if no step is open
-        self._open: Sequence[LayerCache] = ()  # the layers of the open step
+        self._open: Mapping[int, LayerCache] = {}  # the layers of the open step
         self._tokens = 0  # new tokens per row in the open step
         self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
         self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
@@ -79,6 +90,7 @@ class PagedCache(Cache):
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
+        self.renew_states()
 
     @property
     def as_argument(self) -> dict[str, "PagedCache"]:
@@ -94,7 +106,7 @@ class PagedCache(Cache):
     @property
     def length(self) -> int:
         """The number of tokens per row, padding included."""
-        return self.length_of(0)
+        return self.length_of(self._numbers[0])
 
     def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values ``[b, g, s, d]`` of a layer, and return all its keys and values.
@@ -102,12 +114,12 @@ class PagedCache(Cache):
         The first step returns the arguments themselves; later steps return placeholders for pages.
         """
         b, s = key.shape[0], key.shape[2]
-        if index == 0:
+        if index == self._numbers[0]:
             self._begin(b, s)
         if self._step is None or (b, s) != (len(self.handles), self._tokens):
             raise RuntimeError(
                 f"update: layer {index}: expected {self._tokens} tokens in each of {len(self.handles)} rows, "
-                f"as layer 0 had in this step, got {s} tokens in each of {b}"
+                f"as layer {self._numbers[0]} had in this step, got {s} tokens in each of {b}"
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
@@ -147,7 +159,12 @@ class PagedCache(Cache):
         self._select([row for row in range(len(self.handles)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of each row."""
+        """Remove the last ``-tokens_to_remove`` tokens of each row.
+
+        Raises:
+            NotImplementedError: there are recurrent states.
+        """
+        self.refuse_states("crop")
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove: expected at most 0, as in every cache, got {tokens_to_remove}"
@@ -162,13 +179,16 @@ class PagedCache(Cache):
 
         Raises:
             ValueError: cropping would fail, because a layer has a window and ``rollback`` is 0.
+            NotImplementedError: there are recurrent states.
         """
+        self.refuse_states("activate_past_recording")
         if not self._rollback and any(layout.window is not None for layout in self._kv.layouts):
             raise ValueError("rollback: expected as many tokens as assisted generation may reject, got 0")
 
     def reset(self) -> None:
         """Free all rows, and undo the open step."""
         self._undo()
+        self.renew_states()
         self._kv.release(*self.handles)
         self.handles, self._length = [], 0
 
@@ -185,12 +205,17 @@ class PagedCache(Cache):
                 f"update: expected {len(self.handles)} rows as before, got {rows}; call reset() first"
             )
         step = self._kv.step(dict.fromkeys(self.handles, tokens))
-        self._open = step.__enter__()
+        self._open = dict(zip(self._numbers, step.__enter__(), strict=True))
         self._step, self._tokens = step, tokens
 
     def begin_of_forward(self, model: nn.Module) -> None:
-        """Record that a forward of ``model`` has begun."""
+        """Record that a forward of ``model`` has begun.
+
+        Raises:
+            RuntimeError: a step that used recurrent states has failed.
+        """
         self._running.append(id(model))
+        self.check_states()
 
     def end_of_forward(self, model: nn.Module, output: Any) -> None:
         """Close the open step when the outermost forward ends, or undo it if the forward raised (no output).
@@ -202,10 +227,11 @@ class PagedCache(Cache):
         del self._running[at:]
         if at:
             return
+        self.end_of_states(failed=output is None)
         if output is None:
             self._undo()
-        elif self._step is not None and not all(layer.appended for layer in self._open):
-            missing = next(index for index, layer in enumerate(self._open) if not layer.appended)
+        elif self._step is not None and not all(layer.appended for layer in self._open.values()):
+            missing = next(index for index, layer in self._open.items() if not layer.appended)
             self._undo()
             raise RuntimeError(
                 f"layer {missing}: expected keys and values in every step, got none; the step was undone"
@@ -224,7 +250,7 @@ class PagedCache(Cache):
         if self._step is None:
             return
         unread = [index for index, pages in self._handed.items() if not pages.was_read]
-        if not all(layer.appended for layer in self._open):
+        if not all(layer.appended for layer in self._open.values()):
             self._undo()
         elif unread:
             self._undo()
@@ -243,6 +269,7 @@ class PagedCache(Cache):
         """Abort the open step, and free the rows that it created."""
         if self._step is None:
             return
+        self._is_torn = bool(self._counts)
         step, self._step = self._step, None
         self._handed.clear()
         with suppress(_Aborted):
@@ -254,6 +281,7 @@ class PagedCache(Cache):
     def _select(self, rows: Sequence[int]) -> None:
         """Make row i a copy of the old row ``rows[i]``; copies share pages, and unused old rows are freed."""
         self._close_step()
+        self.select_states(rows)
         self._kv.release(*(handle for row, handle in enumerate(self.handles) if row not in rows))
         used: set[int] = set()
         chosen = []

@@ -18,6 +18,8 @@ from .families import FAMILIES, Family
 from .latents import SIZES
 from .weights import rename_loaded, rename_saved, theirs_of
 
+ROTARIES = ("rotary_emb", "pos_emb")  # names of the module that computes a model's rope angles
+
 
 class ReplacedAttention(nn.Module):
     """An attnlib ``layer`` that a transformers model calls like its own attention."""
@@ -203,7 +205,7 @@ def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) 
         if rope is not None:
             found.setdefault(id(config), {})[layer_type(config, index)] = rope
     for path, module in list(model.named_modules()):
-        if path.endswith("rotary_emb") and id(getattr(module, "config", None)) in found:
+        if path.endswith(ROTARIES) and id(getattr(module, "config", None)) in found:
             put(model, path, ReplacedRotary(found[id(module.config)]))
 
 
