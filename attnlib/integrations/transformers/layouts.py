@@ -12,8 +12,8 @@ from .own import FORMS
 from .replacing import ReplacedAttention
 
 
-def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout]:
-    """Return the cache layout of each layer of a model.
+def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout | None]:
+    """Return the cache layout of each layer of a model, which is None if it reads the keys of another layer.
 
     Raises:
         NotImplementedError: a layer caches neither keys and values nor latents, or the config does not say
@@ -33,8 +33,13 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             "model: expected one that passes latents to attention, got one that expands them first; "
             "call hf.absorb(model) or hf.replace(model)"
         )
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
     layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
-    for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
+    configs = getattr(config, "per_layer_config", [config] * len(kinds))
+    for of_layer, kind, mode in zip(configs, kinds, modes, strict=True):
+        if mode == "reuse":
+            layouts.append(None)
+            continue
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if is_latent:
             layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))

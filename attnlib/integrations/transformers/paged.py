@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
+from itertools import count
 from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaModel, PreTrainedModel
+from transformers import LlamaModel, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
@@ -58,7 +59,7 @@ class PagedCache(Cache):
             )
         layouts = layouts_of(model, config, storage_dtype)
         self._kv = KVCache.paged(
-            layouts,
+            list(filter(None, layouts)),
             pages=pages,
             page_size=page_size,
             max_sequences=max_sequences,
@@ -78,7 +79,12 @@ class PagedCache(Cache):
             if part is model or isinstance(part, PreTrainedModel):  # users may call each of these parts
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
-        super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
+        entries = count()  # indices of the layers that store keys, which come before those that read theirs
+        super().__init__(
+            layers=[
+                cache_utils.DummyLayer() if x is None else PagedLayer(self, next(entries)) for x in layouts
+            ]
+        )
 
     @property
     def as_argument(self) -> dict[str, "PagedCache"]:
@@ -122,7 +128,7 @@ class PagedCache(Cache):
         view = layer.append(k, v if v.shape[-1] else None)
         if not self._length:
             return key, value
-        pages = self._handed[index] = HandedPages(index, view)
+        pages = self._handed[index] = HandedPages(index, view, s)
         return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:
