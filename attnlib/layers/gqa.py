@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,16 @@ from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
 from .padding import without_padding
-from .parameters import biased, check_counts, described, head_dims, not_none, published_slopes, reset_children
+from .parameters import (
+    biased,
+    check_counts,
+    check_values,
+    described,
+    head_dims,
+    not_none,
+    published_slopes,
+    reset_children,
+)
 from .positions import angles_of, positions_of, scale_and_gain, scaled_head
 from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import Share, plan_of, share_of, share_of_context
@@ -35,7 +44,8 @@ class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
     Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks; a gate
-    adds g_proj. q_norm and k_norm may be replaced by any module that keeps the shape ``[..., h, d]``.
+    adds g_proj. q_norm, k_norm and v_norm, the norm of values, may be replaced by any module that keeps the
+    shape ``[..., h, d]``. v_norm is None unless ``values="keys"`` or you set it.
 
     Args:
         hidden_size: the width ``m`` of input and output.
@@ -54,7 +64,10 @@ class GroupedQueryAttention(nn.Module):
         norm_eps: the epsilon of these norms.
         gate: multiplies the output of attention before the output projection.
         own_keys: False for a layer that attends to the keys of another layer, given by ``keys=`` in each
-            call. It has no k_proj, v_proj and k_norm, and stores nothing in a cache.
+            call. It has no k_proj, v_proj, k_norm and v_norm, and stores nothing in a cache.
+        values: "keys" makes values of the output of k_proj, before k_norm and rope (as in Gemma 4): v_norm,
+            an RMS norm without weights, of each head. There is no v_proj, and caches store keys and values.
+            None means that v_proj makes the values.
         sinks: add a learned sink logit for each head (as in gpt-oss).
         softcap: ``c`` in ``c * tanh(score / c)``. None means no softcap.
         alibi: use ALiBi slopes (Press et al., 2021, arXiv 2108.12409) instead of rotary positions.
@@ -97,6 +110,7 @@ class GroupedQueryAttention(nn.Module):
     backend: str | None
     context_parallel: ContextParallel | None
     own_keys: bool
+    values: str | None
     q_proj: nn.Linear
     k_proj: nn.Linear | None
     v_proj: nn.Linear | None
@@ -104,6 +118,7 @@ class GroupedQueryAttention(nn.Module):
     g_proj: nn.Linear | None
     q_norm: nn.Module | None
     k_norm: nn.Module | None
+    v_norm: nn.Module | None
     sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
 
@@ -125,6 +140,7 @@ class GroupedQueryAttention(nn.Module):
         norm_eps: float = 1e-6,
         gate: Gate | None = None,
         own_keys: bool = True,
+        values: Literal["keys"] | None = None,
         sinks: bool = False,
         softcap: float | None = None,
         alibi: bool = False,
@@ -147,12 +163,13 @@ class GroupedQueryAttention(nn.Module):
         flags["own_keys"] = own_keys
         check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
+        check_values(values, head_dim, v_head_dim)
         check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
         self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
         self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
-        self.gate, self.own_keys = gate, own_keys
+        self.gate, self.own_keys, self.values = gate, own_keys, values
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         linear = partial(nn.Linear, device=device, dtype=dtype)
@@ -160,11 +177,13 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = self.v_proj = None
         if own_keys:
             self.k_proj = linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias)
+        if own_keys and values is None:
             self.v_proj = linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias)
         self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
         norm = partial(nn.RMSNorm, head_dim, eps=norm_eps, device=device, dtype=dtype)
         self.q_norm, self.k_norm = norm() if qk_norm else None, norm() if qk_norm and own_keys else None
+        self.v_norm = norm(elementwise_affine=False) if own_keys and values is not None else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
@@ -307,7 +326,7 @@ class GroupedQueryAttention(nn.Module):
             ValueError: the heads do not divide evenly among the ranks.
         """
         columns = ("q_proj",) if self.gate is None else ("q_proj", "g_proj")
-        of_kv = ("k_proj", "v_proj") if self.own_keys else ()
+        of_kv = tuple(name for name in ("k_proj", "v_proj") if getattr(self, name) is not None)
         return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, of_kv)
 
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
@@ -337,9 +356,10 @@ class GroupedQueryAttention(nn.Module):
         """
         refuse_own_keys(self.own_keys)
         share = share_of_context(self, x) if share is None else share
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
-        k, v = share.local_kv(self, "k_proj", k), share.local_kv(self, "v_proj", v)
+        v = k = share.local_kv(self, "k_proj", self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        if self.v_proj is not None:
+            v = share.local_kv(self, "v_proj", self.v_proj(x).unflatten(-1, (-1, self.v_head_dim)))
+        v = v if self.v_norm is None else share.normed(self.v_norm, v)
         return self._normed_and_rotated(self.k_norm, k, angles, share), v
 
     def _normed_and_rotated(

@@ -9,7 +9,8 @@ from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # A layer's repr prints these options if they are set. The scale is omitted, since it is always set.
-OPTIONS = (*Score._fields[1:], "score", "temperature", "gate", "dropout_p", "context_parallel", "backend")
+OPTIONS = (*Score._fields[1:], "score", "temperature", "values", "gate", "dropout_p", "context_parallel")
+OPTIONS += ("backend",)
 
 
 def reset_children(layer: nn.Module) -> None:
@@ -88,6 +89,14 @@ def head_dims(
         )
     head_dim = hidden_size // num_heads if head_dim is None else head_dim
     return head_dim, head_dim if v_head_dim is None else v_head_dim
+
+
+def check_values(values: str | None, head_dim: int, v_head_dim: int) -> None:
+    """Raise ValueError unless ``values`` is None, or "keys" with values as wide as keys."""
+    if values is not None and values != "keys":
+        raise ValueError(f'values: expected "keys" or None, got {values!r}')
+    if values is not None and v_head_dim != head_dim:
+        raise ValueError(f'v_head_dim: expected head_dim={head_dim} with values="keys", got {v_head_dim}')
 
 
 def published_slopes(num_heads: int) -> list[float]:

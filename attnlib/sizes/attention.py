@@ -6,6 +6,7 @@ a causal prompt, only the visible half of the query-key pairs counts.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -20,7 +21,8 @@ class GroupedShape:
     """The sizes of a :class:`attnlib.GroupedQueryAttention` layer.
 
     The layer is MHA if it has as many KV heads as query heads, and MQA if it has one KV head. With
-    ``own_keys=False``, it reads the cache of another layer and stores nothing.
+    ``own_keys=False``, it reads the cache of another layer and stores nothing. With ``values="keys"``, it has
+    no v_proj.
 
     Raises:
         ValueError: a size is below 1, or ``num_heads`` is not a multiple of ``num_kv_heads``.
@@ -37,9 +39,12 @@ class GroupedShape:
     sinks: bool = False
     gate: Gate | None = None
     own_keys: bool = True
+    values: Literal["keys"] | None = None  # "keys": the layer has no v_proj
 
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
+        if self.values not in (None, "keys"):
+            raise ValueError(f'values: expected "keys" or None, got {self.values!r}')
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
@@ -55,12 +60,17 @@ class GroupedShape:
     def weights(self) -> int:
         """The number of elements in the projection matrices, each of which multiplies once per token."""
         gates = self.gate.rows(self.num_heads, self.head_dim) if self.gate else 0
-        heads = self.num_heads + self.own_keys * self.num_kv_heads
-        return self.hidden_size * (self.head_dim * 2 * heads + gates)
+        heads = 2 * self.num_heads + self._projected_kv_heads
+        return self.hidden_size * (self.head_dim * heads + gates)
+
+    @property
+    def _projected_kv_heads(self) -> int:
+        """The number of heads that k_proj and v_proj have together."""
+        return self.own_keys * (2 if self.values is None else 1) * self.num_kv_heads
 
     @property
     def parameters(self) -> int:
-        biases = self.bias * self.head_dim * (self.num_heads + 2 * self.own_keys * self.num_kv_heads)
+        biases = self.bias * self.head_dim * (self.num_heads + self._projected_kv_heads)
         biases += self.output_bias * self.hidden_size
         if self.gate:
             biases += self.gate.bias * self.gate.rows(self.num_heads, self.head_dim)

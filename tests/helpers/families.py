@@ -39,6 +39,15 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0],
     "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
 }  # fmt: skip
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "head_dim": 16,
+    "sliding_window": 7,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+}
 # What the config of each family says beside the sizes, so that all that sets the family apart is at work.
 # fmt: off
 DECODERS = MappingProxyType(
@@ -63,6 +72,10 @@ DECODERS = MappingProxyType(
             "query_pre_attn_scalar": 9,
             "sliding_window_pattern": 2,
         },
+        "gemma3n_text": SHARED,
+        "gemma4_text": SHARED
+        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "gemma4_unified_text": SHARED | {"global_head_dim": 8},
         "phi3": {"sliding_window": 7, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
         "glm4": {"head_dim": 16},
         "cohere": {"use_qk_norm": True},

@@ -29,7 +29,7 @@ GROUPED = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "num_kv_heads": None, "head_dim": D, "bias": False,
     "output_bias": None, "rope": Rope(4), "qk_norm": False, "norm_eps": 1e-6, "sinks": False, "softcap": None,
     "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None,
-    "norm_after_rope": False, "context_parallel": None, "gate": None, "own_keys": True,
+    "norm_after_rope": False, "context_parallel": None, "gate": None, "own_keys": True, "values": None,
 }  # fmt: skip
 LATENT = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8,
@@ -74,7 +74,8 @@ def grouped_is_legal(kv_heads):
         if not (names or is_bool(a["bias"])):
             return False
         flags = ("norm_after_rope", "qk_norm", "sinks", "alibi", "own_keys")
-        return options_are_legal(a, *flags) and none_or(a["rope"], lambda rope: rope.dim <= width)
+        values = none_or(a["values"], lambda x: isinstance(x, str) and x == "keys")
+        return options_are_legal(a, *flags) and values and none_or(a["rope"], lambda rope: rope.dim <= width)
 
     return legal
 

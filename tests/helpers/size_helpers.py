@@ -29,7 +29,8 @@ def grouped_shapes(draw, windows=windows):
         "num_heads": kv_heads * draw(st.integers(1, 3)),
         "head_dim": draw(dims),
     }
-    return GroupedShape(hidden_size=draw(dims), **sizes, **options, window=draw(windows), gate=draw(gates))
+    options |= {"gate": draw(gates), "values": draw(st.sampled_from((None, "keys")))}
+    return GroupedShape(hidden_size=draw(dims), **sizes, **options, window=draw(windows))
 
 
 @st.composite
@@ -57,6 +58,7 @@ def make_layer(shape, *, device="meta", dtype=torch.bfloat16):
     made = {"mask": mask, "device": device, "dtype": dtype}
     if isinstance(shape, GroupedShape):
         names = ("num_kv_heads", "head_dim", "bias", "output_bias", "qk_norm", "sinks", "gate", "own_keys")
+        names += ("values",)
         layer = GroupedQueryAttention
     else:
         names = (

@@ -53,6 +53,9 @@ OTHERS = {
     "softcap": lambda x: [None, "initializer_range"],
     "sinks": lambda x: [not x],
     "temperature": lambda x: [None],
+    "shared": lambda x: [None],
+    "value_norm": lambda x: [not x],
+    "values": lambda x: [None],
 }
 OF_LATENTS = {"weights", "is_transposed", "is_causal", "bias", "rope", "norm_eps", "temperature"}
 

@@ -23,7 +23,7 @@ class SharedAngles(Stack):
 MODELS = {
     "gqa": lambda: stack("gqa", (sliding(3), CAUSAL), qk_norm=True, dtype=torch.float32),
     "alibi-sinks-softcap": lambda: stack(
-        "mqa", rope=False, alibi=True, sinks=True, softcap=2.0, dtype=torch.float32
+        "mqa", rope=False, alibi=True, sinks=True, softcap=2.0, values="keys", dtype=torch.float32
     ),
     "mla": lambda: stack("mla-auto", gate=Gate("head"), dtype=torch.float32),
     "mla-absorbed": lambda: stack("mla-absorbed", dtype=torch.float32),

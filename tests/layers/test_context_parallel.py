@@ -95,6 +95,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, axes": lambda: grouped(num_kv_heads=2, rope=Rope(8, axes=AXES)),
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
     "gqa, gate": lambda: grouped(num_kv_heads=2, gate=Gate("channel")),
+    "gqa, values of keys": lambda: grouped(num_kv_heads=2, qk_norm=True, values="keys"),
     "gqa, shared keys": lambda: Sharing(grouped, num_kv_heads=2, qk_norm=True),
     "mla, shared keys": lambda: Sharing(latent),
     "mqa": lambda: grouped(MultiQueryAttention, mask=sliding(20), sinks=True),

@@ -105,6 +105,8 @@ LAYERS = {
     "gqa, whole kv": lambda: grouped(2, rope=Rope(16), qk_norm=True),
     "gqa, context, whole kv": lambda: grouped(2, mask=FULL, sinks=True),
     "mqa, whole kv": lambda: grouped(1, rope=Rope(16), qk_norm=True, sinks=True),
+    "gqa, values of keys": lambda: grouped(2, rope=Rope(16), qk_norm=True, values="keys"),
+    "mqa, values of keys": lambda: grouped(1, rope=Rope(16), values="keys", bias=True),
     "mla": latent,
     "mla, q_lora": lambda: latent(q_lora_rank=8, bias=True),
     "mla, gate": lambda: latent(gate=Gate("channel", "softplus")),

@@ -104,13 +104,17 @@ def check_grouped(layer: nn.Module) -> None:
 
     Raises:
         TypeError: the layer or one of its projections has another type.
-        NotImplementedError: the layer has a score function, values and keys of different width, a
-            temperature, norms after rope, or norms that are not nn.RMSNorm.
+        NotImplementedError: the layer has a score function, a norm of values, values and keys of different
+            width, a temperature, norms after rope, or norms that are not nn.RMSNorm.
     """
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
     if not layer.own_keys:
         raise NotImplementedError("layer: it reads the keys of another layer; convert that layer")
+    if layer.values is not None or layer.v_norm is not None:
+        raise NotImplementedError(
+            'layer: it normalizes its values (v_norm, values="keys"), which conversion does not support'
+        )
     if layer.score is not None:
         raise NotImplementedError("layer: it has a score function, which conversion does not support yet")
     if layer.v_head_dim != layer.head_dim:

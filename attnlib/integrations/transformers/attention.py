@@ -88,7 +88,7 @@ def attention_forward(
     ):
         (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = _band(module, given, q.shape[1])
+    mask = _band(module, given, q.shape[1], k.shape[1] if attention_mask is None else None)
     if given.cu_seq_lens_q is not None and q.shape[0] == 1:
         return _packed(q, k, v, mask, given, dropout, options), None
     k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
@@ -167,10 +167,14 @@ def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | No
     return "full" if not is_causal else "causal" if sliding_window is None else "window"
 
 
-def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
-    """Return the mask that a model's flags define; a single query is the last token and sees all keys."""
+def _band(module: nn.Module, given: Options, queries: int, keys: int | None) -> AnyMask:
+    """Return the mask that a model's flags define; a single query is the last token.
+
+    It sees all keys, except those before its window if there is no mask and ``keys`` counts them: a layer of
+    Gemma 4 that reads the keys of another layer computes only the last token of a prompt.
+    """
     flags = flags_of(module, given.is_causal, given.sliding_window)
-    if flags == "full" or queries == 1:
+    if flags == "full" or (queries == 1 and (flags == "causal" or not keys)):
         return FULL
     return CAUSAL if flags == "causal" else sliding(given.sliding_window)
 

@@ -45,6 +45,9 @@ def layer_from(
     """Build a layer as ``from_config`` does; ``kv_heads`` overrides the KV-head count of the config."""
     family = family_of(config, part)
     check_fields(family, config)
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[index]
+        check_fields(family, config)
     rope = rope_of(family, config, index)
     options = {
         "mask": mask_of(family, config, index),
@@ -90,6 +93,8 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     """Return the rotary embedding of a layer, or None if the layer has none."""
     if family.rope is None or not _rotates(family, config, index):
         return None
+    if getattr(config, "is_heterogeneous", False):  # layers have configs of their own
+        config = config.per_layer_config[index]
     fields = dict(config.rope_parameters)
     if any(isinstance(value, Mapping) for value in fields.values()):  # each layer type has its own parameters
         fields = dict(fields[layer_type(config, index)])
@@ -131,6 +136,9 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "output_bias": _value(config, family.output_bias),
         "scale": None if family.scale is None else family.scale(config, index),
         "softcap": _value(config, family.softcap),
+        "own_keys": family.shared is None
+        or index < config.num_hidden_layers - getattr(config, family.shared),
+        "values": "keys" if _has_values_of_keys(family, config, index) else None,
         **({} if family.options is None else family.options(config, index)),
         **options,
     }
@@ -144,8 +152,16 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         eps = _value(config, family.norm_eps)
         factory = {name: options.get(name) for name in ("device", "dtype")}
         layer.q_norm = family.norm(heads, layer.head_dim, eps, **factory)
-        layer.k_norm = family.norm(layer.num_kv_heads, layer.head_dim, eps, **factory)
+        if layer.own_keys:
+            layer.k_norm = family.norm(layer.num_kv_heads, layer.head_dim, eps, **factory)
+    if family.value_norm and layer.own_keys:
+        eps = _value(config, family.norm_eps)
+        layer.v_norm = PlainRMSNorm(layer.num_kv_heads, layer.head_dim, eps)
     return layer
+
+
+def _has_values_of_keys(family: Family, config: Any, index: int) -> bool:
+    return bool(_value(config, family.values)) and layer_type(config, index) == "full_attention"
 
 
 def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:

@@ -164,6 +164,8 @@ class RegisteredFunctions:
         is visible, and which records ``meaning``.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
+        if named["q_length"] == 1 and meaning == "window":
+            meaning = "causal"  # no key is before the window, or there would be a mask
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
         if is_clear and (asked.setdefault(sizes, meaning) == meaning or named["q_length"] == 1):
             asked.move_to_end(sizes)
@@ -207,7 +209,7 @@ class RegisteredFunctions:
             meaning = self._meaning_of_none(module, (queries, keys), by_flags)
         else:
             return {}
-        if queries == 1 or by_flags == meaning:
+        if by_flags == meaning:
             return {}
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
@@ -225,6 +227,10 @@ class RegisteredFunctions:
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
         if sizes in asked or by_flags == "full":
             return asked.get(sizes, "full")
+        if getattr(module, "is_kv_shared_layer", False):  # Gemma 4 may compute only the last queries there
+            longer = [meaning for (queries, keys), meaning in asked.items() if keys == sizes[1]]
+            if longer:
+                return longer[-1]
         if not asked and sizes[0] == 1:
             return "full"
         if asked:

@@ -47,6 +47,9 @@ class Family(AttentionStorage):
     reads: tuple[str, ...] = ()  # more config fields that define attention
     softcap: str | None = None
     sinks: bool = False
+    shared: str | None = None  # config field that counts the last layers, which read keys of earlier layers
+    value_norm: bool = False  # values have an RMS norm without a scale
+    values: str | None = None  # config field that is true if layers without a window have values="keys"
     # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], QueryTemperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
@@ -89,6 +92,22 @@ GEMMA2 = MappingProxyType(
         "scale": lambda config, _: config.query_pre_attn_scalar**-0.5,
         "reads": ("query_pre_attn_scalar",),
     }
+)
+GEMMA3N = Family(
+    weights=NORMED,
+    output_bias="attention_bias",
+    norm=HeadRMSNorm,
+    value_norm=True,
+    shared="num_kv_shared_layers",
+    window="layer_types",
+    scale=lambda *_: 1.0,
+)
+# With "vision", only tokens of images see later ones, and the model makes their masks.
+GEMMA4 = replace(
+    GEMMA3N,
+    values="attention_k_eq_v",
+    reads=("per_layer_config",),
+    fixed=(("use_bidirectional_attention", "vision"), ("skip", [])),
 )
 GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
@@ -207,6 +226,9 @@ FAMILIES = MappingProxyType(
             fixed=NOT_BOTH_WAYS,
             unused=("attn_logit_softcapping",),
         ),
+        ("gemma3n_text", "self"): GEMMA3N,
+        ("gemma4_text", "self"): GEMMA4,
+        ("gemma4_unified_text", "self"): GEMMA4,
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("phi", "self"): Family(
             weights=(*alike("q_proj", "k_proj", "v_proj"), ("dense", ("o_proj",)), *QK_LAYERNORM),

@@ -48,6 +48,8 @@ class HandedMask(Tensor):
         if func == Tensor.dtype.__get__:  # the model may rely on this dtype, which eager masks lack
             args[0].eager = None
             return args[0].plain.dtype
+        if func == Tensor.__getitem__ and _keeps_all(args[1]):
+            return args[0]
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
         beside = [x for x in _flat((args, kwargs or {})) if isinstance(x, Tensor) and not isinstance(x, cls)]
         if any(x.dim() > 2 for x in beside) and all(mask.plain.dim() == 2 for mask in masks):
@@ -94,6 +96,12 @@ def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs
             'attn_implementation="attnlib" only makes masks [b, t]; use "eager" or "sdpa"'
         )
     return func(*_plain(args, as_eager=True), **_plain(kwargs, as_eager=True))
+
+
+def _keeps_all(index: Any) -> bool:
+    """True for an index such as ``[:, :, 0:, :]``, with which Gemma 4 keeps all queries."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts)
 
 
 def _flat(x: Any) -> list:

@@ -16,7 +16,9 @@ STATES = ("conv", "linear_attention")  # types of layers that keep a state of fi
 
 
 def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout | None]:
-    """Return the cache layout of each layer of a model, or None for a layer that keeps a recurrent state.
+    """Return the cache layout of each layer of a model.
+
+    It is None for a layer that keeps a recurrent state, or that reads the keys of another layer.
 
     Raises:
         NotImplementedError: a layer keeps neither keys and values, nor latents, nor a recurrent state, or the
@@ -36,12 +38,13 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             "model: expected one that passes latents to attention, got one that expands them first; "
             "call hf.absorb(model) or hf.replace(model)"
         )
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
     layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
     family = FAMILIES.get((config.model_type, "self"))
     given = (lambda *_: {}) if family is None or family.options is None else family.options
     per_layer = getattr(config, "per_layer_config", [config] * len(kinds))
-    for index, (of_layer, kind) in enumerate(zip(per_layer, kinds, strict=True)):
-        if kind in STATES:
+    for index, (of_layer, kind, mode) in enumerate(zip(per_layer, kinds, modes, strict=True)):
+        if kind in STATES or mode == "reuse":
             layouts.append(None)
             continue
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
@@ -53,6 +56,11 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
         width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
         layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
     return layouts
+
+
+def state_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers that keep a recurrent state."""
+    return [number for number, kind in enumerate(_layer_types_of(config)) if kind in STATES]
 
 
 def _layer_types_of(config: Any) -> list[str]:

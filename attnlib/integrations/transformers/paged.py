@@ -8,13 +8,13 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaModel, PreTrainedModel
+from transformers import LlamaModel, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import SequenceHandle, Window
 from ...internal.signatures import kind
-from .layouts import check_shapes, layouts_of
+from .layouts import check_shapes, layouts_of, state_layers
 from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
 from .states import StatefulCache, state_counts
 
@@ -64,7 +64,7 @@ class PagedCache(StatefulCache):
             )
         layouts = layouts_of(model, config, storage_dtype)
         paged = {number: layout for number, layout in enumerate(layouts) if layout is not None}
-        self._counts = state_counts(config, [n for n in range(len(layouts)) if n not in paged])
+        self._counts = state_counts(config, state_layers(config))
         if rollback:
             self.refuse_states("rollback")
         self._numbers = tuple(paged)  # the numbers of layers that have pages
@@ -89,7 +89,12 @@ class PagedCache(StatefulCache):
             if part is model or isinstance(part, PreTrainedModel):  # users may call each of these parts
                 finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
                 finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
-        super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
+        super().__init__(
+            layers=[
+                PagedLayer(self, number) if number in paged else cache_utils.DummyLayer()
+                for number in range(len(layouts))
+            ]
+        )
         self.renew_states()
 
     @property
@@ -134,7 +139,7 @@ class PagedCache(StatefulCache):
         view = layer.append(k, v if v.shape[-1] else None)
         if not self._length:
             return key, value
-        pages = self._handed[index] = HandedPages(index, view)
+        pages = self._handed[index] = HandedPages(index, view, s)
         return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:

@@ -20,11 +20,12 @@ from .latents import absorbed, expanded, may_absorb, unabsorbed
 
 
 class HandedPages:
-    """The cache pages of one layer in one step; placeholder keys and values carry them through the model."""
+    """The cache pages of one layer in a step of ``tokens`` per row, which placeholders carry in the model."""
 
-    def __init__(self, layer: int, view: KVView):
+    def __init__(self, layer: int, view: KVView, tokens: int):
         self.layer = layer
         self.view = view
+        self.tokens = tokens
         self.was_read = False
 
 
@@ -107,6 +108,9 @@ def attention_to_pages(
     """
     (b, _, s, _), pages = query.shape, key.handed_pages
     pages.was_read, view = True, pages.view
+    if s != pages.tokens:  # Gemma 4 computes only the last tokens in layers that read another layer's keys
+        offsets = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=query.device)
+        view = replace(view, cu_seqlens_q=offsets, schedule=None, step=None, check=False)
     window = view.layout.window
     mask: AnyMask = CAUSAL if window is None else sliding(window)
     if attention_mask is not None and attention_mask.dim() == 2:

@@ -39,7 +39,7 @@ class ReplacedAttention(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         mask: Tensor | None = None,
-        position_embeddings: Angles | None = None,
+        position_embeddings: Angles | tuple[Tensor, Tensor] | None = None,
         cache: Any = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
@@ -55,7 +55,13 @@ class ReplacedAttention(nn.Module):
         cache = next((x for x in (cache, *older) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
         positions = self._positions(hidden_states, kwargs.get("position_ids"), cache)
-        key, value = self._stored(hidden_states, angles, cache, key_value_states)
+        shared = kwargs.pop("shared_kv_states", None)
+        if self.layer.own_keys:
+            key, value = self._stored(hidden_states, angles, cache, key_value_states)
+        else:
+            key, value = self._shared(shared)
+        if shared is not None:
+            shared[layer_type(self.config, self.layer_idx)] = key, value
         out, _ = attention_forward(
             self,
             self._query(hidden_states, angles, positions),
@@ -74,9 +80,13 @@ class ReplacedAttention(nn.Module):
             out = nn.functional.dropout(out, p, training=self.training)
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
 
-    def _angles(self, theirs: Angles | None, position_ids: Tensor | None) -> Angles | None:
+    def _angles(
+        self, theirs: Angles | tuple[Tensor, Tensor] | None, position_ids: Tensor | None
+    ) -> Angles | None:
         """Return the model's rope angles, which all layers share, or None if this layer has no rope."""
-        return None if self.layer.rope is None else theirs
+        if self.layer.rope is None or isinstance(theirs, Angles | None):
+            return None if self.layer.rope is None else theirs
+        return Angles(*theirs, self.layer.rope.interleaved)
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor | None:
         """Return the positions for the query temperature: position ids, or indices that count padding."""
@@ -106,6 +116,20 @@ class ReplacedAttention(nn.Module):
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         key, value = self._key_value(x if source is None else source, angles)
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+
+    def _shared(self, shared: Mapping[str, tuple[Tensor, Tensor]] | None) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the last layer of this type with keys of its own has shared.
+
+        Raises:
+            ValueError: the model shares none, as it calls this layer alone.
+        """
+        kind = layer_type(self.config, self.layer_idx)
+        if not shared or kind not in shared:
+            raise ValueError(
+                f"shared_kv_states: layer {self.layer_idx} reads the keys of an earlier {kind!r} layer, and "
+                "the model has passed none"
+            )
+        return shared[kind]
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         """Return the two tensors ``[b, g, s, d]`` to store in the cache for the new tokens."""
@@ -154,10 +178,16 @@ class ReplacedRotary(nn.Module):
         super().__init__()
         self.ropes: dict[str, Rope] = dict(ropes)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
-        """Return the rope angles at ``position_ids`` ``[b, s]``; ``x`` is ignored."""
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the rope angles at ``position_ids`` ``[b, s]``; ``x`` is ignored.
+
+        This is a plain tuple of fp32 ``[b, s, p / 2]``, since Gemma 4 slices it.
+        """
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
-        return angles_at(rope, position_ids)
+        angles = angles_at(rope, position_ids)
+        return angles.cos, angles.sin
 
 
 def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
