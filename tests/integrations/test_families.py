@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 import torch
-from families import DECODERS, SIZES, small
+from families import DECODERS, RECENT, SIZES, recent, small
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from attnlib import CAUSAL, GroupedQueryAttention, Rope
+from attnlib import CAUSAL, Gate, GroupedQueryAttention, Rope
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import building, families, replacing
 from attnlib.integrations.transformers.norms import (
@@ -39,6 +39,7 @@ OTHERS = {
     "scale": lambda x: [lambda *_: 0.7, None],
     "softcap": lambda x: [None, "initializer_range"],
     "sinks": lambda x: [not x],
+    "gate": lambda x: [None, *([] if x is None else [softer(x), lambda _: Gate("channel")])],
     "temperature": lambda x: [None],
 }
 OF_LATENTS = {"weights", "is_transposed", "is_causal", "bias", "rope", "norm_eps", "temperature"}
@@ -57,6 +58,12 @@ def swapped(names):
     one, other = at
     names[one], names[other] = (names[one][0], names[other][1]), (names[other][0], names[one][1])
     return tuple(names)
+
+
+def softer(gate):
+    """The gate with another activation."""
+    others = {"sigmoid": "softplus", "softplus": "sigmoid"}
+    return lambda config: dataclasses.replace(x := gate(config), activation=others[x.activation])
 
 
 def changes(family, config):
@@ -90,13 +97,15 @@ def is_said(name, other, family, config) -> bool:
             family.norm is PlainRMSNorm
         ):  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
             return False
-        return other != "layer_types" or hasattr(config, "layer_types")
+        if other == "sliding_window":
+            return getattr(config, "sliding_window", 0) is not None
+        return other != "layer_types" or "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if name == "norm" and other is PlainRMSNorm:
         return family.norm is not None
     return getattr(family, name) or name not in ("rotates_part", "temperature")
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *recent()])
 @torch.no_grad()
 def test_every_entry_matters(family, monkeypatch):
     """A model whose family has another entry cannot be made, or computes something else."""
@@ -107,7 +116,7 @@ def test_every_entry_matters(family, monkeypatch):
     expected = model(ids).logits
     error = (hf.replace(copy.deepcopy(model))(ids).logits - expected).abs().max()
     entry, tried = families.FAMILIES[family, "self"], 0
-    for name, other, changed in changes(entry, model.config):
+    for name, other, changed in changes(entry, model.config.get_text_config()):
         tried += 1
         with monkeypatch.context() as patch:
             for module in (building, replacing):
@@ -124,9 +133,13 @@ def test_every_entry_matters(family, monkeypatch):
 def test_dropout_is_the_familys(family, part):
     entry = families.FAMILIES[family, part]
     make = DeepseekV3Config if family == "kimi_k2" else CONFIG_MAPPING[family]
-    config = make(**(SIZES | DECODERS[family] if family in DECODERS else {}) | {entry.dropout: 0.25})
+    known = DECODERS | RECENT
+    fields = SIZES | known[family] if family in known else {}
+    config = make(**fields | ({} if entry.dropout is None else {entry.dropout: 0.25}))
     config.model_type = family
-    assert hf.from_config(config, part=part, device="meta").dropout_p == 0.25
+    types = getattr(config, "layer_types", None) or ["full_attention"]
+    layer = hf.from_config(config, types.index("full_attention"), part=part, device="meta")
+    assert layer.dropout_p == (0 if entry.dropout is None else 0.25)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "starcoder2"])
@@ -178,7 +191,7 @@ def llama(**fields):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of bert, .* got 'bloom'"),
+        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of .* bert, .* got 'bloom'"),
         (lambda: llama(attention_sinks=True), "config: attention_sinks=True is unknown for llama"),
         (
             lambda: CONFIG_MAPPING["mistral"](attention_bias=True),
@@ -263,7 +276,7 @@ def test_a_layer_by_itself():
 # A replaced model
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *recent()])
 def test_a_saved_folder_is_the_familys_own(family, tmp_path):
     """It opens as the family's model, and in a replaced one."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 from ...masks.band import FULL, Mask
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
-from .attention import attention_forward
+from .attention import attention_forward, check_arguments
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family
 from .latents import SIZES
@@ -66,6 +66,8 @@ class ReplacedAttention(nn.Module):
             s_aux=getattr(self.layer, "sinks", None),
             **kwargs | {"is_causal": self.is_causal, "sliding_window": self.sliding_window},
         )
+        if self.layer.gate is not None:
+            out = self.layer.gate.apply(out, self.layer.g_proj(hidden_states))
         out = self.layer.o_proj(out.flatten(-2))
         if self.family.residual_dropout is not None:
             p = getattr(self.config, self.family.residual_dropout)
@@ -145,6 +147,28 @@ class ReplacedLatentAttention(ReplacedAttention):
         return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
 
 
+class ReplacedPackedAttention(ReplacedAttention):
+    """A replaced layer of a vision encoder, whose tokens are packed."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the output ``[t, m]`` for ``hidden_states`` ``[t, m]`` of the images at ``cu_seqlens``.
+
+        ``position_embeddings`` are the model's cosines and sines ``[t, d]``, whose halves are equal.
+        """
+        check_arguments(kwargs)
+        cos, sin = (x.chunk(2, -1)[0].float().contiguous() for x in position_embeddings)
+        angles = Angles(cos, sin, self.layer.rope.interleaved)
+        return self.layer(hidden_states, angles=angles, cu_seqlens=cu_seqlens.int())
+
+
 class ReplacedRotary(nn.Module):
     """A module that computes rope angles once per step; ``ropes`` has the rope of each layer type."""
 
@@ -153,13 +177,18 @@ class ReplacedRotary(nn.Module):
         self.ropes: dict[str, Rope] = dict(ropes)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
-        """Return the rope angles at ``position_ids`` ``[b, s]``; ``x`` is ignored."""
+        """Return the rope angles at ``position_ids``, as :func:`angles_at` does; ``x`` is ignored."""
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
         return angles_at(rope, position_ids)
 
 
 def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
-    """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length."""
+    """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length.
+
+    The positions on several axes are ``[axes, b, s]``, and those of text may have one axis.
+    """
+    if rope.axes is not None:
+        position_ids = position_ids.expand(len(rope.axes.sections), -1, -1)
     if not rope.needs_length:
         return rope.angles(position_ids)
     if not isinstance(rope.scaling, LongRoPEScaling):
@@ -238,7 +267,8 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     )
     for name, x in layer.named_parameters():
         x.requires_grad_(learns[theirs[name]])
-    kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
+    kind = ReplacedPackedAttention if family.is_packed else ReplacedAttention
+    kind = ReplacedLatentAttention if family.is_latent else kind
     return kind(layer, family, config, index).train(module.training)
 
 
