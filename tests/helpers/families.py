@@ -1,10 +1,20 @@
 """Small models of transformers' families, with random weights."""
 
+from collections.abc import Iterable
 from inspect import signature
+from itertools import product
 from types import MappingProxyType
 
+import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel, Mistral4ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaModel,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+)
 
 # The argument of models and of generate, and the field of outputs, since transformers 5.24 and before.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -48,6 +58,16 @@ SHARED = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 61,
 }
+# A layer of linear attention, whose state transformers keeps, and one of full attention.
+HYBRID = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+ROPES = {  # of layers with and without a window
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 # What the config of each family says beside the sizes, so that all that sets the family apart is at work.
 # fmt: off
 DECODERS = MappingProxyType(
@@ -72,10 +92,6 @@ DECODERS = MappingProxyType(
             "query_pre_attn_scalar": 9,
             "sliding_window_pattern": 2,
         },
-        "gemma3n_text": SHARED,
-        "gemma4_text": SHARED
-        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-        "gemma4_unified_text": SHARED | {"global_head_dim": 8},
         "phi3": {"sliding_window": 7, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
         "glm4": {"head_dim": 16},
         "cohere": {"use_qk_norm": True},
@@ -130,6 +146,10 @@ DECODERS = MappingProxyType(
 # Families whose tests run by default only in part: logits, and one generate.
 RECENT = MappingProxyType(
     {
+        "gemma3n_text": SHARED,
+        "gemma4_text": SHARED
+        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "gemma4_unified_text": SHARED | {"global_head_dim": 8},
         "ernie4_5": {"head_dim": 16, "use_bias": True},
         "ernie4_5_moe": {"use_bias": True, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
         "arcee": {},
@@ -202,9 +222,78 @@ RECENT = MappingProxyType(
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
         "lfm2_moe": EXPERTS
         | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
+        "qwen3_next": EXPERTS | HYBRID | {"shared_expert_intermediate_size": 32},
+        "afmoe": EXPERTS | WINDOWS | {"head_dim": 16},
+        "laguna": EXPERTS
+        | WINDOWS
+        | {"head_dim": 16, "num_attention_heads_per_layer": [6, 4], "rope_parameters": ROPES}
+        | {"shared_expert_intermediate_size": 32, "mlp_layer_types": ["dense"] * 2},
+        "step3p5": WINDOWS
+        | {"head_dim": 16, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 9}
+        | {"rope_parameters": ROPES, "mlp_layer_types": ["dense"] * 2},
+        "qwen3_5_text": HYBRID | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
+        "qwen3_5_moe_text": EXPERTS
+        | HYBRID
+        | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}, "shared_expert_intermediate_size": 32},
+        "qwen2_vl_text": WINDOWS | {"rope_parameters": MROPE},
+        "qwen2_5_vl_text": WINDOWS | {"rope_parameters": MROPE},
+        "qwen3_vl_text": {"head_dim": 8, "rope_parameters": MROPE},
+        "qwen3_vl_moe_text": EXPERTS | {"head_dim": 8, "rope_parameters": MROPE},
+        "glm4v_text": {"hidden_size": 64, "rope_parameters": MROPE | {"partial_rotary_factor": 0.5}},
+        "glm4v_moe_text": {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": MROPE | {"partial_rotary_factor": 0.5},
+        },
+        "ernie4_5_vl_moe_text": {
+            "use_bias": True,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": [32, 32],
+            "rope_parameters": MROPE | {"mrope_section": [1, 1, 2]},
+        },
     }
 )
 # fmt: on
+EYES = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 16,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+    "image_size": 16,
+}  # fmt: skip
+# The vision-language model that each text model without one of its own belongs to.
+SEEING = MappingProxyType(
+    {
+        "step3p5": "step3p7",
+        "qwen3_5_text": "qwen3_5",
+        **{
+            name: name.removesuffix("_text")
+            for name in RECENT
+            if name.endswith(("_vl_text", "_vl_moe_text", "glm4v_text", "glm4v_moe_text"))
+        },
+    }
+)
+TOKENS = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+TOKENS |= {"image_start_token_id": 58, "image_end_token_id": 57}
+
+
+def recent(*others: Iterable) -> list:
+    """Parameters of tests that only ``-m slow`` runs: recent families, or all pairs with ``others``."""
+    cases = [case if others else case[0] for case in product(RECENT, *others)]
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def small(family: str) -> torch.nn.Module:
@@ -212,8 +301,20 @@ def small(family: str) -> torch.nn.Module:
     make = CONFIG_MAPPING[family]
     biased = {"attention_bias": True} if hasattr(make(), "attention_bias") else {}
     config = make(**SIZES | biased | (DECODERS | RECENT)[family])
+    if family in SEEING:
+        return lively(seeing(SEEING[family], config).float())
     model = Mistral4ForCausalLM(config) if family == "mistral4" else AutoModelForCausalLM.from_config(config)
     return lively(model.float())
+
+
+def seeing(family: str, text: PreTrainedConfig) -> torch.nn.Module:
+    """A vision-language model with this text model and a small vision encoder."""
+    make = CONFIG_MAPPING[family]
+    known = make.sub_configs["vision_config"]().to_dict()
+    vision = {name: x for name, x in EYES.items() if name in known}
+    vision |= {"out_hidden_size": text.hidden_size} if "out_hidden_size" in known else {}
+    config = make(**TOKENS, text_config=text.to_dict(), vision_config=vision)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 @torch.no_grad()

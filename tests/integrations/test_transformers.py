@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import DECODERS, RECENT, small
+from families import DECODERS, recent, small
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import attention, masks
@@ -16,10 +16,7 @@ hf.register()
 WAYS = ("attention", "layers")  # of attnlib: called by the model's own layers, or with them
 
 
-SLOW = [pytest.param((family, way), marks=pytest.mark.slow) for way in WAYS for family in RECENT]
-
-
-@pytest.fixture(params=[*((family, way) for way in WAYS for family in DECODERS), *SLOW], ids="-".join)
+@pytest.fixture(params=[(family, way) for way in WAYS for family in DECODERS] + recent(WAYS), ids="-".join)
 def pair(request):
     """A small model of a family with random weights, on eager attention and on attnlib's."""
     return both(*request.param)
@@ -157,9 +154,8 @@ def test_beams_and_an_assistant(pair):
         x.add_(0.02 * torch.randn_like(x))
     ids = tokens(eager, 1, 9)
     ways = [{"num_beams": 3}, {"assistant_model": assistant}]
-    if (
-        eager.config.model_type == "phi3"
-    ):  # begins anew where its rope changes, with a cache that keeps no past
+    # Phi 3 begins anew where its rope changes, with a cache that keeps no past.
+    if eager.config.model_type == "phi3" or eager._is_stateful:
         ways.pop()
     for options in ways:
         options |= {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}

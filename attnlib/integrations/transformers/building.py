@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...masks.band import CAUSAL, FULL, AnyMask, sliding
 from ...masks.ready_made import chunked
+from ...rope.axes import Axes
 from ...rope.rope import Rope
 from ...rope.scaling import scaling_of
-from .families import FAMILIES, Family
+from .families import FAMILIES, REFUSED, Family
 from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm
 from .values import ScaledValueAttention
@@ -24,6 +25,11 @@ def family_of(config: Any, part: str) -> Family:
         NotImplementedError: the family is unknown.
     """
     family = FAMILIES.get((config.model_type, part))
+    if family is None and config.model_type in REFUSED:
+        raise NotImplementedError(
+            f"config: attnlib has no layer for {config.model_type}: {REFUSED[config.model_type]}; use the "
+            "model with its own layers"
+        )
     if family is None:
         known = sorted({name if at == "self" else f"{name} ({at})" for name, at in FAMILIES})
         raise NotImplementedError(
@@ -102,6 +108,10 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
     # older configs keep this field at the top level
     share = getattr(config, "partial_rotary_factor", family.share) if share is None else share
+    if family.axes == "ladders":
+        if fields.get("rope_type") != "axial":
+            raise NotImplementedError(f"rope_type: expected 'axial', got {fields.get('rope_type')!r}")
+        return Rope(width, fields["rope_theta"], axes=Axes((width // 4,) * 2, "ladders"))
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
@@ -112,7 +122,19 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     is_interleaved = (
         getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
     )
-    return Rope(width, fields["rope_theta"], scaling, is_interleaved)
+    return Rope(width, fields["rope_theta"], scaling, is_interleaved, _axes(family, fields, width // 2))
+
+
+def _axes(family: Family, fields: Mapping[str, Any], pairs: int) -> Axes | None:
+    """Return the axes of a rope with this number of channel pairs, or None if the family has one axis."""
+    if family.axes is None:
+        return None
+    sections = tuple(fields.get("mrope_section") or family.sections)
+    if family.axes == "interleaved":  # transformers reads the sections of the other axes only
+        sections = (pairs - sum(sections[1:]), *sections[1:])
+    if family.axes == "alternating":  # configs list rows, columns and time
+        sections = (sections[-1], *sections[:-1])
+    return Axes(sections, family.axes)
 
 
 def _rotates(family: Family, config: Any, index: int) -> bool:
@@ -127,6 +149,7 @@ def _rotates(family: Family, config: Any, index: int) -> bool:
 
 def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     heads = getattr(config, family.heads)
+    heads = heads if isinstance(heads, int) else heads[index]
     options = {
         "num_kv_heads": None if family.kv_heads is None else getattr(config, family.kv_heads),
         "head_dim": _head_dim(family, config),
@@ -136,6 +159,7 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "output_bias": _value(config, family.output_bias),
         "scale": None if family.scale is None else family.scale(config, index),
         "softcap": _value(config, family.softcap),
+        "gate": None if family.gate is None else family.gate(config),
         "own_keys": family.shared is None
         or index < config.num_hidden_layers - getattr(config, family.shared),
         "values": "keys" if _has_values_of_keys(family, config, index) else None,

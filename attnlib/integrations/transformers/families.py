@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ...gate import Gate
 from ...models.families import GROUPED, NORMED, STORED, AttentionStorage, alike
+from ...rope.axes import Order
 from ...rope.scaling import QueryTemperature
 from .norms import BiasedLayerNorm, HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
@@ -50,6 +52,9 @@ class Family(AttentionStorage):
     shared: str | None = None  # config field that counts the last layers, which read keys of earlier layers
     value_norm: bool = False  # values have an RMS norm without a scale
     values: str | None = None  # config field that is true if layers without a window have values="keys"
+    gate: Callable[[Any], Gate] | None = None
+    axes: Order | None = None  # the order of the rope's axes, and the sections of a config that has none
+    sections: tuple[int, ...] = ()
     # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], QueryTemperature | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
@@ -58,6 +63,7 @@ class Family(AttentionStorage):
     fixed: tuple[tuple[str, object], ...] = ()  # config fields that must have this value
     unused: tuple[str, ...] = ()  # config fields that must be None, as transformers' layers never read them
     returns: int = 2  # attention returns a tuple of this length, 3 in T5
+    is_packed: bool = False  # True if attention gets packed tokens, and returns a tensor (vision encoders)
 
 
 def stored(kind: str) -> Family:
@@ -112,6 +118,41 @@ GEMMA4 = replace(
 GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
 )
+GATED = (*NORMED, *alike("g_proj"))
+# The rows of each head in q_proj are those of its query, then those of its gate.
+QWEN3_NEXT = Family(
+    weights=(("q_proj", ("q_proj", "g_proj")), *NORMED[1:]),
+    is_by_head=True,
+    rotates_part=True,
+    norm=OffsetRMSNorm,
+    gate=lambda config: Gate("channel", bias=config.attention_bias),
+)
+QWEN2_VL = {**QWEN2, "axes": "blocks", "sections": (16, 24, 24)}
+SEES = Family(
+    path=r"blocks\.(\d+)\.attn",
+    weights=(("qkv", ("q_proj", "k_proj", "v_proj")), ("proj", ("o_proj",))),
+    heads="num_heads",
+    kv_heads=None,
+    head_dim=None,
+    is_causal=False,
+    is_packed=True,
+    axes="ladders",
+    bias=True,
+    output_bias=True,
+    dropout=None,
+)
+QWEN3_VL = Family(weights=NORMED, norm=HeadRMSNorm, axes="interleaved", sections=(24, 20, 20))
+QWEN3_5 = replace(QWEN3_NEXT, axes="interleaved", sections=(11, 11, 10))
+GLM4V = Family(
+    head_dim=None,
+    rotates_part=True,
+    rope="interleaved",
+    bias=True,
+    output_bias=False,
+    axes="blocks",
+    sections=(8, 12, 12),
+)
+GLM4V_SEES = replace(SEES, bias="attention_bias", output_bias=False, dropout="attention_dropout")
 GLM4 = replace(stored("glm4"), output_bias=False)
 ERNIE = Family(bias="use_bias", output_bias="use_bias", rope="interleaved", dropout=None)
 EXAONE = Family(
@@ -165,6 +206,11 @@ def llama4_temperature(config: Any, rotates: bool) -> QueryTemperature | None:
     return QueryTemperature(config.attn_scale, int(config.floor_scale), offset=1)
 
 
+def laguna_gate(config: Any) -> Gate:
+    """Return the gate of Laguna's layers, which ``gating`` describes."""
+    return Gate("head" if config.gating in (True, "per-head") else "channel", "softplus")
+
+
 BERT = replace(
     stored("bert"),
     place="self",
@@ -214,6 +260,60 @@ FAMILIES = MappingProxyType(
         ("mellum", "self"): Family(weights=NORMED, norm=HeadRMSNorm, window="layer_types"),
         ("exaone4", "self"): EXAONE,
         ("exaone_moe", "self"): EXAONE,
+        ("qwen3_next", "self"): QWEN3_NEXT,
+        ("qwen3_5_text", "self"): QWEN3_5,
+        ("qwen3_5_moe_text", "self"): QWEN3_5,
+        ("qwen2_vl_text", "self"): replace(stored("qwen2_vl_text"), **QWEN2_VL),
+        ("qwen2_5_vl_text", "self"): replace(stored("qwen2_5_vl_text"), **QWEN2_VL),
+        ("qwen2_vl_vision", "self"): replace(SEES, width="embed_dim", reads=("hidden_size",)),
+        # Offsets of packed windows, which these layers get, come from the model.
+        ("qwen2_5_vl_vision", "self"): replace(SEES, reads=("window_size", "fullatt_block_indexes")),
+        ("qwen3_vl_vision", "self"): SEES,
+        ("qwen3_vl_moe_vision", "self"): SEES,
+        ("qwen3_5_vision", "self"): SEES,
+        ("qwen3_5_moe_vision", "self"): SEES,
+        ("glm4v_vision", "self"): GLM4V_SEES,
+        ("glm4v_moe_vision", "self"): GLM4V_SEES,
+        ("ernie4_5_vl_moe_vision", "self"): SEES,
+        ("qwen3_vl_text", "self"): QWEN3_VL,
+        ("qwen3_vl_moe_text", "self"): QWEN3_VL,
+        ("glm4v_text", "self"): GLM4V,
+        ("glm4v_moe_text", "self"): replace(GLM4V, head_dim="head_dim", rope="half", bias="attention_bias"),
+        ("ernie4_5_vl_moe_text", "self"): Family(
+            rope="interleaved",
+            bias="use_bias",
+            output_bias="use_bias",
+            axes="alternating",
+            sections=(22, 22, 20),
+            dropout=None,
+        ),
+        ("afmoe", "self"): Family(
+            weights=(*NORMED, ("gate_proj", ("g_proj",))),
+            norm=HeadRMSNorm,
+            window="layer_types",
+            rope_layers="layer_types",
+            gate=lambda _: Gate("channel"),
+        ),
+        ("laguna", "self"): Family(
+            weights=GATED,
+            heads="num_attention_heads_per_layer",
+            rotates_part=True,
+            norm=HeadRMSNorm,
+            window="layer_types",
+            gate=laguna_gate,
+            reads=("num_attention_heads", "gating"),
+        ),
+        # The text model of Step 3.7, whose layers with a window have another number of heads.
+        ("step3p5", "self"): Family(
+            weights=GATED,
+            rotates_part=True,
+            norm=OffsetRMSNorm,
+            window="layer_types",
+            scale=lambda config, _: config.query_pre_attn_scalar**-0.5,
+            gate=lambda _: Gate("head"),
+            reads=("query_pre_attn_scalar", "num_sliding_attention_heads", "per_layer_config"),
+            fixed=(*NOT_BOTH_WAYS, ("gating", True), ("skip", [])),
+        ),
         ("gemma", "self"): replace(stored("gemma"), fixed=NOT_BOTH_WAYS),
         ("gemma2", "self"): replace(
             stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS
@@ -382,5 +482,13 @@ FAMILIES = MappingProxyType(
             DEEPSEEK, rotates_part=True, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),
         ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
+    }
+)
+# Why attnlib has no layer for a family whose attention resembles that of others.
+REFUSED = MappingProxyType(
+    {
+        "axk2": "its output gate is computed from latents, not from the input of attention",
+        "hy_v4": "it has sinks over latents, and an indexer that selects keys",
+        "hunyuan_vl_text": "it rotates the two channels of a pair by different angles",
     }
 )

@@ -12,39 +12,46 @@ ELSEWHERE = frozenset({
     "block_multiple_of", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
     "classifier_proj_size", "cls_token_id", "conv_L_cache", "conv_bias", "cross_attention_hidden_size",
     "d_ff", "decoder_ffn_dim", "decoder_layerdrop", "decoder_layers", "decoder_sparse_step",
-    "decoder_start_token_id", "dense_act_fn", "dim_model_base", "do_layer_norm_before", "dropout", "dtype",
-    "embd_pdrop", "embedding_dropout", "embedding_initializer_range", "embedding_multiplier",
-    "enable_moe_block", "enable_moe_fp32_combine", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers",
-    "eod_token_id", "eos_token_id", "expert_selection_fn", "feed_forward_proj", "ffn_dim",
-    "final_logit_softcapping", "first_k_dense_replace", "gradient_checkpointing", "hidden_act",
+    "decoder_start_token_id", "deepstack_visual_indexes", "dense_act_fn", "depth", "dim_model_base",
+    "do_layer_norm_before", "dropout", "dtype", "embd_pdrop", "embedding_dropout",
+    "embedding_initializer_range", "embedding_multiplier", "enable_moe_block", "enable_moe_fp32_combine",
+    "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "eod_token_id", "eos_token_id",
+    "expert_selection_fn", "feed_forward_proj", "ffn_dim", "final_logit_softcapping",
+    "first_k_dense_replace", "global_attn_every_n_layers", "gradient_checkpointing", "hidden_act",
     "hidden_activation", "hidden_dropout", "hidden_dropout_prob", "hidden_size_per_layer_input", "id2label",
-    "init_std", "initializer_factor", "initializer_range", "input_jitter_noise",
-    "interleave_moe_layer_step", "intermediate_size", "intermediate_size_mlp", "is_encoder_decoder",
-    "is_gated_act", "is_llama_config", "label2id", "laurel_rank", "layer_norm_elementwise_affine",
-    "layer_norm_eps", "layer_norm_epsilon", "layerdrop", "lm_head_bias", "logit_scale", "logits_scaling",
-    "mask_feature_length", "mask_feature_min_masks", "mask_feature_prob", "mask_time_length",
-    "mask_time_min_masks", "mask_time_prob", "mask_token_id", "max_position_embeddings",
-    "max_source_positions", "max_target_positions", "max_window_layers", "median_filter_width", "mlp_bias",
-    "mlp_layer_types", "mlp_only_layers", "model_max_length", "model_type", "moe_intermediate_size",
-    "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "moe_layers",
-    "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "moe_topk", "n_embd", "n_group", "n_head",
-    "n_inner", "n_layer", "n_positions", "n_routed_experts", "n_shared_experts", "name_or_path",
-    "no_rope_layer_interval", "norm_epsilon", "norm_topk_prob", "num_decoder_layers", "num_dense_layers",
-    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_layers", "num_local_experts",
-    "num_mel_bins", "num_nextn_predict_layers", "num_shared_experts", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "prefix_dense_intermediate_size",
-    "pretraining_tp", "problem_type", "relative_attention_max_distance", "relative_attention_num_buckets",
-    "resid_pdrop", "residual_multiplier", "return_dict", "rms_norm_eps", "routed_scaling_factor",
-    "router_aux_loss_coef", "router_jitter_noise", "router_scaling_factor", "scale_decoder_outputs",
-    "scale_depth", "scale_emb", "scale_embedding", "sep_token_id", "shared_expert_combination_strategy",
+    "image_size", "in_channels", "init_std", "initializer_factor", "initializer_range",
+    "input_jitter_noise", "interleave_moe_layer_step", "intermediate_size", "intermediate_size_mlp",
+    "is_encoder_decoder", "is_gated_act", "is_llama_config", "label2id", "laurel_rank",
+    "layer_norm_elementwise_affine", "layer_norm_eps", "layer_norm_epsilon", "layerdrop",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "lm_head_bias", "logit_scale", "logits_scaling", "mask_feature_length",
+    "mask_feature_min_masks", "mask_feature_prob", "mask_time_length", "mask_time_min_masks",
+    "mask_time_prob", "mask_token_id", "max_position_embeddings", "max_source_positions",
+    "max_target_positions", "max_window_layers", "median_filter_width", "mlp_bias", "mlp_layer_types",
+    "mlp_only_layers", "mlp_ratio", "model_max_length", "model_type", "moe_apply_router_weight_on_input",
+    "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
+    "moe_layers", "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "moe_routed_scaling_factor",
+    "moe_router_logit_softcapping", "moe_router_scaling_factor", "moe_topk", "mtp_layer_types",
+    "mtp_mlp_layer_types", "mup_enabled", "n_embd", "n_group", "n_head", "n_inner", "n_layer",
+    "n_positions", "n_routed_experts", "n_shared_experts", "name_or_path", "no_rope_layer_interval",
+    "norm_epsilon", "norm_topk_prob", "num_decoder_layers", "num_dense_layers", "num_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_layers", "num_local_experts", "num_mel_bins",
+    "num_nextn_predict_layers", "num_position_embeddings", "num_shared_experts", "out_hidden_size",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "patch_size",
+    "prefix_dense_intermediate_size", "pretraining_tp", "problem_type", "relative_attention_max_distance",
+    "relative_attention_num_buckets", "resid_pdrop", "residual_multiplier", "return_dict", "rms_norm_eps",
+    "route_scale", "routed_scaling_factor", "router_aux_loss_coef", "router_jitter_noise",
+    "router_scaling_factor", "scale_decoder_outputs", "scale_depth", "scale_emb", "scale_embedding",
+    "sep_token_id", "share_expert_dim", "shared_expert_combination_strategy",
     "shared_expert_intermediate_size", "shared_intermediate_size", "sliding_window_pattern",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "suppress_tokens", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings",
-    "tokenizer_class", "top_k_experts", "topk_group", "topk_method", "transformers.js_config",
-    "transformers_version", "type_vocab_size", "unk_token_id", "unsloth_fixed", "unsloth_version",
-    "use_cache", "use_double_wide_mlp", "use_expert_bias", "use_parallel_residual", "use_post_norm",
-    "use_sliding_window", "use_weighted_layer_sum", "vocab_size", "vocab_size_per_layer_input",
-    "word_embed_proj_dim",
+    "spatial_merge_size", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "suppress_tokens", "swiglu_alpha", "swiglu_limit", "swiglu_limits",
+    "swiglu_limits_shared", "temporal_merge_size", "temporal_patch_size", "tie_word_embeddings",
+    "tokenizer_class", "tokens_per_second", "top_k_experts", "topk_group", "topk_method",
+    "transformers.js_config", "transformers_version", "type_vocab_size", "unk_token_id", "unsloth_fixed",
+    "unsloth_version", "use_cache", "use_double_wide_mlp", "use_expert_bias", "use_parallel_residual",
+    "use_post_norm", "use_sliding_window", "use_weighted_layer_sum", "vocab_size",
+    "vocab_size_per_layer_input", "word_embed_proj_dim",
 })  # fmt: skip
 ROPE = frozenset({
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor",
@@ -95,7 +102,14 @@ def _read(family: Family) -> frozenset[str]:
 
 
 def check_rope(family: Family, fields: dict[str, Any]) -> None:
-    """Raise NotImplementedError for an unknown rope parameter."""
+    """Raise NotImplementedError for a rope parameter that is unknown or has an unsupported value."""
+    known = ROPE | {*family.reads} | ({"mrope_section", "mrope_interleaved"} if family.axes else set())
+    is_interleaved = fields.get("mrope_interleaved")
+    if is_interleaved is not None and family.axes and is_interleaved != (family.axes == "interleaved"):
+        raise NotImplementedError(
+            f"rope_parameters: mrope_interleaved: expected {not is_interleaved}, got {is_interleaved}; "
+            "transformers ignores it"
+        )
     for name, value in fields.items():
-        if value is not None and name not in ROPE and name not in family.reads:
+        if value is not None and name not in known:
             raise NotImplementedError(f"rope_parameters: {name}={value!r} is unknown and may change the rope")

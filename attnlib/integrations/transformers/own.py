@@ -98,6 +98,8 @@ def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
     for path, module, (part, index) in list(attention_of(model)):
         config = config_of(module)
         family = family_of(config, part)
+        if family.is_packed:  # a vision encoder, which is not converted
+            continue
         if part != "self" or family.place or family.is_latent:
             raise NotImplementedError(
                 f"base: expected a decoder with heads of its own, got {config.model_type}"
@@ -119,7 +121,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         ValueError: ``form`` selects rope pairs that ``grouped`` does not have.
         NotImplementedError: ``grouped`` uses a feature that MLA layers lack.
     """
-    for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes"):
+    for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes", "gate"):
         if getattr(grouped, name) is not None:
             raise NotImplementedError(
                 f"layers: expected none over latents where the model has {name}, got one"
@@ -158,7 +160,19 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
 
 
 class TurnsAlone(ReplacedAttention):
-    """A replaced attention layer that computes its own rope angles and ignores the model's."""
+    """A replaced attention layer that computes its own rope angles and ignores the model's.
+
+    Raises:
+        NotImplementedError: the rope has several axes, as models tell attention the positions on one only.
+    """
+
+    def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
+        super().__init__(layer, family, config, index)
+        if layer.rope is not None and layer.rope.axes is not None:
+            raise NotImplementedError(
+                f"{config.model_type}: expected a rope with one axis in a layer that computes its own "
+                f"angles, got {len(layer.rope.axes.sections)}"
+            )
 
     def _angles(self, theirs: Any, position_ids: torch.Tensor | None) -> Any:
         if self.layer.rope is None:

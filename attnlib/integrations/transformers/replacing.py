@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 from ...masks.band import FULL, Mask
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
-from .attention import attention_forward
+from .attention import attention_forward, check_arguments
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family
 from .latents import SIZES
@@ -74,6 +74,8 @@ class ReplacedAttention(nn.Module):
             s_aux=getattr(self.layer, "sinks", None),
             **kwargs | {"is_causal": self.is_causal, "sliding_window": self.sliding_window},
         )
+        if self.layer.gate is not None:
+            out = self.layer.gate.apply(out, self.layer.g_proj(hidden_states))
         out = self.layer.o_proj(out.flatten(-2))
         if self.family.residual_dropout is not None:
             p = getattr(self.config, self.family.residual_dropout)
@@ -171,6 +173,28 @@ class ReplacedLatentAttention(ReplacedAttention):
         return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
 
 
+class ReplacedPackedAttention(ReplacedAttention):
+    """A replaced layer of a vision encoder, whose tokens are packed."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the output ``[t, m]`` for ``hidden_states`` ``[t, m]`` of the images at ``cu_seqlens``.
+
+        ``position_embeddings`` are the model's cosines and sines ``[t, d]``, whose halves are equal.
+        """
+        check_arguments(kwargs)
+        cos, sin = (x.chunk(2, -1)[0].float().contiguous() for x in position_embeddings)
+        angles = Angles(cos, sin, self.layer.rope.interleaved)
+        return self.layer(hidden_states, angles=angles, cu_seqlens=cu_seqlens.int())
+
+
 class ReplacedRotary(nn.Module):
     """A module that computes rope angles once per step; ``ropes`` has the rope of each layer type."""
 
@@ -191,7 +215,12 @@ class ReplacedRotary(nn.Module):
 
 
 def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
-    """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length."""
+    """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length.
+
+    The positions on several axes are ``[axes, b, s]``, and those of text may have one axis.
+    """
+    if rope.axes is not None:
+        position_ids = position_ids.expand(len(rope.axes.sections), -1, -1)
     if not rope.needs_length:
         return rope.angles(position_ids)
     if not isinstance(rope.scaling, LongRoPEScaling):
@@ -235,7 +264,7 @@ def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) 
         if rope is not None:
             found.setdefault(id(config), {})[layer_type(config, index)] = rope
     for path, module in list(model.named_modules()):
-        if path.endswith(ROTARIES) and id(getattr(module, "config", None)) in found:
+        if path.rpartition(".")[2] in ROTARIES and id(getattr(module, "config", None)) in found:
             put(model, path, ReplacedRotary(found[id(module.config)]))
 
 
@@ -270,7 +299,8 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     )
     for name, x in layer.named_parameters():
         x.requires_grad_(learns[theirs[name]])
-    kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
+    kind = ReplacedPackedAttention if family.is_packed else ReplacedAttention
+    kind = ReplacedLatentAttention if family.is_latent else kind
     return kind(layer, family, config, index).train(module.training)
 
 
