@@ -34,6 +34,7 @@ NORMS = (
 # Of each entry, what else it could be.
 OTHERS = {
     "weights": lambda x: [swapped(x)],
+    "is_mixed": lambda x: [False],
     "is_transposed": lambda x: [not x],
     "is_by_head": lambda x: [not x],
     "is_causal": lambda x: [not x],

@@ -332,9 +332,13 @@ def test_a_step_whose_pages_were_not_read_needs_a_reset(monkeypatch):
         ours(ids, **{CACHE: cache})
 
 
-def test_a_layer_that_caches_nothing_is_refused():
-    with pytest.raises(NotImplementedError, match="expected layers that keep keys and values, got 'mlp'"):
-        paged(pair_of("nemotron_h")[1])
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("nemotron_h", "that keep keys and values, got 'mlp'"), ("minimax", "takes any cache, got minimax")],
+)
+def test_a_model_without_pages_is_refused(family, message):
+    with pytest.raises(NotImplementedError, match=message):
+        paged(pair_of(family)[1])
 
 
 def test_a_model_of_states_alone_is_refused():

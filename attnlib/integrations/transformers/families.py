@@ -26,6 +26,7 @@ class Family(AttentionStorage):
     submodule to replace, and weights whose names start with an entry of ``beside`` stay in the model.
     """
 
+    is_mixed: bool = False  # True if path also matches modules of layers without attention
     place: str = ""
     beside: tuple[str, ...] = ()
     is_latent: bool = False
@@ -376,6 +377,7 @@ FAMILIES = MappingProxyType(
         ("minimax", "self"): Family(bias=False, output_bias=False, window="sliding_window"),
         ("nemotron_h", "self"): Family(
             path=r"layers\.([0-9]{1,6})\.mixer",
+            is_mixed=True,
             bias=False,
             output_bias=False,
             rope=None,

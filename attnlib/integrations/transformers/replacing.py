@@ -19,8 +19,6 @@ from .latents import SIZES
 from .weights import rename_loaded, rename_saved, theirs_of
 
 ROTARIES = ("rotary_emb", "pos_emb")  # names of the module that computes a model's rope angles
-# Types of layers without attention, whose modules may have the same name as attention in other layers.
-WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
 
 
 class ReplacedAttention(nn.Module):
@@ -221,7 +219,7 @@ def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, 
         for (model_type, part), family in FAMILIES.items() if config is not None else ():
             is_theirs = config.model_type == model_type
             match = re.search(rf"(?:^|\.){family.path}$", path) if is_theirs else None
-            if match and not (part == "self" and layer_type(config, int(match[1])) in WITHOUT_ATTENTION):
+            if match and not (family.is_mixed and layer_type(config, int(match[1])) != "full_attention"):
                 yield path, module, (part, int(match[1]))
 
 
