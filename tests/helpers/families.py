@@ -43,6 +43,10 @@ YARN = {
     "mscale": 1.0, "mscale_all_dim": 0.8,
 }  # fmt: skip
 GROWING = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}  # queries, every four tokens
+LINEAR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1,
+}  # fmt: skip
 HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 LONGROPE = {
@@ -220,6 +224,29 @@ RECENT = MappingProxyType(
         "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
         "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
+        "granitemoehybrid": EXPERTS
+        | LINEAR
+        | MAMBA
+        | {"attention_multiplier": 0.3, "position_embedding_type": "rope", "shared_intermediate_size": 32},
+        "olmo_hybrid": LINEAR | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+        "bamba": MAMBA | {"attn_layer_indices": [1]},
+        "minimax": EXPERTS
+        | {"block_size": 8, "sliding_window": 7, "layer_types": ["full_attention", "linear_attention"]},
+        "nemotron_h": {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+            "num_hidden_layers": None,
+            "attention_bias": False,
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_routed_experts": 4,
+        },
         "lfm2_moe": EXPERTS
         | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]},
         "qwen3_next": EXPERTS | HYBRID | {"shared_expert_intermediate_size": 32},

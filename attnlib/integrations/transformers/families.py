@@ -28,6 +28,7 @@ class Family(AttentionStorage):
     submodule to replace, and weights whose names start with an entry of ``beside`` stay in the model.
     """
 
+    is_mixed: bool = False  # True if path also matches modules of layers without attention
     place: str = ""
     beside: tuple[str, ...] = ()
     is_latent: bool = False
@@ -391,11 +392,20 @@ FAMILIES = MappingProxyType(
             reads=("rotary_dim",),  # the config converts it to partial_rotary_factor
         ),
         ("olmoe", "self"): Family(weights=NORMED, norm=WideRMSNorm, fixed=(("clip_qkv", None),)),
+        ("olmo_hybrid", "self"): Family(
+            weights=NORMED,
+            norm=WideRMSNorm,
+            rotates=lambda config, _: (config.rope_parameters or {}).get("rope_theta") is not None,
+        ),
         ("olmo3", "self"): replace(stored("olmo3"), norm=WideRMSNorm, window="layer_types"),
         ("olmo", "self"): replace(stored("olmo"), fixed=(("clip_qkv", None),)),
         ("granite", "self"): replace(stored("granite"), **GRANITE),
         ("granitemoe", "self"): replace(stored("granitemoe"), **GRANITE),
         ("granitemoeshared", "self"): Family(**GRANITE),
+        ("granitemoehybrid", "self"): Family(
+            **GRANITE | {"reads": ("attention_multiplier", "position_embedding_type")},
+            rotates=lambda config, _: config.position_embedding_type == "rope",
+        ),
         ("hyperclovax", "self"): Family(**GRANITE),
         ("starcoder2", "self"): replace(
             stored("starcoder2"),
@@ -482,6 +492,21 @@ FAMILIES = MappingProxyType(
             DEEPSEEK, rotates_part=True, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),
         ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
+        ("bamba", "self"): Family(rotates_part=True, reads=("attn_layer_indices",)),
+        ("jamba", "self"): Family(
+            bias=False, output_bias=False, rope=None, reads=("attn_layer_period", "attn_layer_offset")
+        ),
+        ("minimax", "self"): Family(bias=False, output_bias=False, window="sliding_window"),
+        ("nemotron_h", "self"): Family(
+            path=r"layers\.([0-9]{1,6})\.mixer",
+            is_mixed=True,
+            bias=False,
+            output_bias=False,
+            rope=None,
+            fixed=(("attention_bias", False),),
+            reads=("use_bias",),  # of the other layers
+            unused=("sliding_window",),
+        ),
     }
 )
 # Why attnlib has no layer for a family whose attention resembles that of others.

@@ -13,6 +13,7 @@ from .own import FORMS
 from .replacing import ReplacedAttention
 
 STATES = ("conv", "linear_attention")  # types of layers that keep a state of fixed size per row
+OWN_CACHE = ("minimax",)  # models that refuse every cache but one of their own class
 
 
 def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None) -> list[KVLayout | None]:
@@ -73,6 +74,11 @@ def _layer_types_of(config: Any) -> list[str]:
         raise NotImplementedError(
             f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without it; use "
             "a DynamicCache for this model"
+        )
+    if config.model_type in OWN_CACHE:
+        raise NotImplementedError(
+            f"model: expected one that takes any cache, got {config.model_type}, whose recurrent layers need "
+            "a cache class of their own; call generate without a cache"
         )
     per_layer = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
     kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers] or [

@@ -278,7 +278,7 @@ def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, 
         for (model_type, part), family in FAMILIES.items() if config is not None else ():
             is_theirs = config.model_type == model_type
             match = re.search(rf"(?:^|\.){family.path}$", path) if is_theirs else None
-            if match:
+            if match and not (family.is_mixed and layer_type(config, int(match[1])) != "full_attention"):
                 yield path, module, (part, int(match[1]))
 
 
