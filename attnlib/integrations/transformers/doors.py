@@ -209,7 +209,7 @@ class RegisteredFunctions:
             meaning = self._meaning_of_none(module, (queries, keys), by_flags)
         else:
             return {}
-        if by_flags == meaning:
+        if by_flags == meaning or (queries == 1 and meaning not in ("full", "causal")):
             return {}
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
