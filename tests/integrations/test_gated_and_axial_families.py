@@ -203,7 +203,7 @@ def test_gates_and_heads_are_the_layers(family, index, heads, gate):
 @pytest.mark.parametrize("family", RECENT)
 @torch.no_grad()
 def test_a_layer_by_itself(family):
-    """With a module's weights, in a dense call: what transformers' module returns, at positions unlike those of text."""
+    """With a module's weights, it returns what the module does, at positions unlike those of text."""
     torch.manual_seed(0)
     model = small(family).eval()
     model.set_attn_implementation("eager")
@@ -271,7 +271,7 @@ def test_families_that_differ_are_refused_by_name(family, message):
     ("family", "fields", "message"),
     [
         ("step3p5", {"gating": "per-channel"}, "gating: expected True, got 'per-channel'"),
-        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \[\], got \['mlp'\]"),
+        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \(\), got \('mlp',\)"),
         (
             "step3p5",
             {"per_layer_config": {0: {"sink_size": 4}, 1: {"sink_size": 4}}},
