@@ -198,6 +198,24 @@ def test_gates_and_heads_are_the_layers(family, index, heads, gate):
     assert (layer.num_heads, layer.gate) == (heads, gate)
 
 
+@pytest.mark.parametrize("family", RECENT)
+@torch.no_grad()
+def test_a_layer_by_itself(family):
+    """With a module's weights, it returns what the module does, at positions unlike those of text."""
+    torch.manual_seed(0)
+    model = small(family).eval()
+    model.set_attn_implementation("eager")
+    body, config = getattr(model.model, "language_model", model.model), model.config.get_text_config()
+    module, x = body.layers[1].self_attn, torch.randn(2, 9, config.hidden_size)
+    layer = hf.from_config(config, 1, weights=module.state_dict())
+    positions = torch.randint(1, 99, (3, 2, 9) if family in AXIAL else (2, 9))
+    by_type = ("full_attention",) if family in ("laguna", "step3p5") else ()
+    angles = body.rotary_emb(x, positions, *by_type)
+    hidden = torch.full((1, 1, 9, 9), torch.finfo(x.dtype).min).triu(1)
+    theirs = module(x, position_embeddings=angles, attention_mask=hidden)[0]
+    agree(layer(x, positions=positions if layer.rope is not None else None), theirs)
+
+
 def test_gates_of_channels():
     """Laguna's other gate, in logits as in each layer."""
     layer = hf.from_config(config_of("laguna", gating="per-channel"), device="meta")
@@ -251,10 +269,10 @@ def test_families_that_differ_are_refused_by_name(family, message):
     ("family", "fields", "message"),
     [
         ("step3p5", {"gating": "per-channel"}, "gating: expected True, got 'per-channel'"),
-        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \[\], got \['mlp'\]"),
+        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \(\), got \('mlp',\)"),
         (
             "step3p5",
-            {"per_layer_config": {number: {"sink_size": 4} for number in (0, 1)}},
+            {"per_layer_config": {0: {"sink_size": 4}, 1: {"sink_size": 4}}},
             "sink_size=4 is unknown for step3p5",
         ),
         ("glm4v_text", {"head_dim": 16}, "head_dim=16 is unknown for glm4v_text"),

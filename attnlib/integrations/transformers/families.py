@@ -128,7 +128,7 @@ QWEN3_NEXT = Family(
     norm=OffsetRMSNorm,
     gate=lambda config: Gate("channel", bias=config.attention_bias),
 )
-QWEN2_VL = {**QWEN2, "axes": "blocks", "sections": (16, 24, 24)}
+QWEN2_VL = MappingProxyType({**QWEN2, "axes": "blocks", "sections": (16, 24, 24)})
 SEES = Family(
     path=r"blocks\.(\d+)\.attn",
     weights=(("qkv", ("q_proj", "k_proj", "v_proj")), ("proj", ("o_proj",))),
@@ -313,7 +313,7 @@ FAMILIES = MappingProxyType(
             scale=lambda config, _: config.query_pre_attn_scalar**-0.5,
             gate=lambda _: Gate("head"),
             reads=("query_pre_attn_scalar", "num_sliding_attention_heads", "per_layer_config"),
-            fixed=(*NOT_BOTH_WAYS, ("gating", True), ("skip", [])),
+            fixed=(*NOT_BOTH_WAYS, ("gating", True), ("skip", ())),
         ),
         ("gemma", "self"): replace(stored("gemma"), fixed=NOT_BOTH_WAYS),
         ("gemma2", "self"): replace(
