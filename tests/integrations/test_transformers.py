@@ -130,7 +130,10 @@ def test_a_static_cache_in_a_compiled_step(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma3_text", pytest.param("gemma4_text", marks=pytest.mark.slow), "deepseek_v3"],
+)
 def test_training_compiled_as_a_whole(family, way):
     torch.compiler.reset()  # other models of this process have the same code
     pair = both(family, way)
