@@ -12,7 +12,7 @@ ELSEWHERE = frozenset({
     "classifier_dropout", "classifier_proj_size", "cls_token_id", "cross_attention_hidden_size", "d_ff",
     "decoder_ffn_dim", "decoder_layerdrop", "decoder_layers", "decoder_sparse_step",
     "decoder_start_token_id", "dense_act_fn", "dim_model_base", "do_layer_norm_before", "dropout",
-    "dtype", "embd_pdrop", "embedding_dropout", "embedding_multiplier", "enable_moe_block",
+    "dtype", "embd_pdrop", "embedding_dim", "embedding_dropout", "embedding_multiplier", "enable_moe_block",
     "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "eod_token_id", "eos_token_id",
     "feed_forward_proj", "ffn_dim", "final_logit_softcapping", "first_k_dense_replace",
     "gradient_checkpointing", "hidden_act", "hidden_activation", "hidden_dropout", "hidden_dropout_prob",
