@@ -93,6 +93,15 @@ def _mixed(count: int, shape: Shape, window: int, *, every: int) -> tuple[Shape,
     return tuple(shape if (i + 1) % every == 0 else replace(shape, window=window) for i in range(count))
 
 
+def _sharing(layers: tuple[GroupedShape, ...], readers: int) -> tuple[GroupedShape, ...]:
+    """Return the layers, the last ``readers`` of which read the keys of earlier ones."""
+    owners = len(layers) - readers
+    return layers[:owners] + tuple(replace(shape, own_keys=False) for shape in layers[owners:])
+
+
+_GEMMA_3N = replace(_grouped(2048, 8, 2, 256), qk_norm=True)
+_GEMMA_4_E2B = replace(_grouped(1536, 8, 1, 256), qk_norm=True, window=512)
+_GEMMA_4_31B = replace(_grouped(5376, 32, 16, 256), qk_norm=True, window=1024)
 _GPT_OSS = replace(_grouped(2880, 64, 8, 64), bias=True, output_bias=True, sinks=True)
 
 
@@ -102,7 +111,8 @@ def _published(name: str, parameters: int, layers: tuple[Shape, ...], source: st
 
 
 # The parameter counts are those of transformers' model of each config.json, tied weights counted once; a test
-# repeats the count. They include Gemma 3's vision tower, but not DeepSeek-V3's multi-token prediction module.
+# repeats the count. They include Gemma 3's vision tower, but not the towers of Gemma 3n and 4, and not
+# DeepSeek-V3's multi-token prediction module.
 MODELS = (
     _published(
         "gpt-2",
@@ -187,6 +197,34 @@ MODELS = (
         27_432_406_640,
         _mixed(62, replace(_grouped(5376, 32, 16), qk_norm=True), 1024, every=6),
         "google/gemma-3-27b-it config.json; arXiv 2503.19786",
+    ),
+    _published(
+        "gemma-3n-e2b",
+        4_435_182_688,
+        _sharing(_mixed(30, _GEMMA_3N, 512, every=5), 10),
+        "google/gemma-3n-E2B-it config.json, text model",
+    ),
+    _published(
+        "gemma-3n-e4b",
+        6_835_235_568,
+        _sharing(_mixed(35, _GEMMA_3N, 512, every=5), 15),
+        "google/gemma-3n-E4B-it config.json, text model",
+    ),
+    _published(
+        "gemma-4-e2b",
+        4_628_569_379,
+        _sharing(((_GEMMA_4_E2B,) * 4 + (replace(_GEMMA_4_E2B, head_dim=512, window=None),)) * 7, 20),
+        "google/gemma-4-E2B-it config.json, text model",
+    ),
+    _published(
+        "gemma-4-31b",
+        30_697_345_340,
+        (
+            *(_GEMMA_4_31B,) * 5,
+            replace(_GEMMA_4_31B, num_kv_heads=4, head_dim=512, window=None, values="keys"),
+        )
+        * 10,
+        "google/gemma-4-31B-it config.json, text model",
     ),
     _published(
         "gpt-oss-20b",

@@ -18,6 +18,11 @@ ENCODERS = {
         "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
         "local_attention": 8, "global_attn_every_n_layers": 2, "attention_dropout": 0.0,
     },
+    "embedding_gemma2_text": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "head_dim": 16, "global_head_dim": 8, "sliding_window": 5, "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "embedding_dim": 24,
+    },
 }  # fmt: skip
 BART = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -55,7 +60,14 @@ def padded():
 
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
-    ("family", "way"), [("bert", "attention"), ("bert", "layers"), ("modernbert", "attention")]
+    ("family", "way"),
+    [
+        ("bert", "attention"),
+        ("bert", "layers"),
+        ("modernbert", "attention"),
+        ("embedding_gemma2_text", "attention"),
+        ("embedding_gemma2_text", "layers"),
+    ],
 )
 @torch.no_grad()
 def test_encoders(family, way, is_padded):
@@ -63,6 +75,20 @@ def test_encoders(family, way, is_padded):
     ids, mask = padded()
     theirs, mine = (x(ids, attention_mask=mask if is_padded else None).last_hidden_state for x in pair)
     agree(mine, theirs, mask.bool() if is_padded else slice(None))
+
+
+@torch.no_grad()
+def test_layers_of_an_encoder_have_a_window_on_both_sides():
+    """The whole model again, of our layers by themselves."""
+    family = "embedding_gemma2_text"
+    model, _ = both(AutoModel, CONFIG_MAPPING[family](**TOKENS | ENCODERS[family]), "attention")
+    seen, ids = [], padded()[0]
+    for layer in model.layers:
+        keep = lambda module, args, given, out: seen.append((module, given["hidden_states"], out[0]))  # noqa: E731
+        layer.self_attn.register_forward_hook(keep, with_kwargs=True)
+    model(ids)
+    for index, (module, x, expected) in enumerate(seen):
+        agree(hf.from_config(model.config, index, weights=module.state_dict())(x), expected)
 
 
 @pytest.mark.parametrize(("family", "way"), [("bart", "attention"), ("t5", "attention"), ("t5", "layers")])

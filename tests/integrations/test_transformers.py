@@ -136,7 +136,7 @@ def test_a_static_cache_in_a_compiled_step(way):
         "llama",
         "gemma3_text",
         "deepseek_v3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("laguna", "qwen3_vl_text")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("laguna", "qwen3_vl_text", "gemma4_text")),
     ],
 )
 def test_training_compiled_as_a_whole(family, way):

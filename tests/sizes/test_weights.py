@@ -29,6 +29,26 @@ OTHER_SIZES = {
     "gemma-2-27b": ("Gemma2", GEMMA_2 | {"intermediate_size": 36_864}),
     "gemma-3-12b": ("Gemma3", GEMMA_3 | {"intermediate_size": 15_360}),
     "gemma-3-27b": ("Gemma3", GEMMA_3 | {"intermediate_size": 21_504}),
+    "gemma-3n-e2b": ("Gemma3nText", {"num_kv_shared_layers": 10, "intermediate_size": 8192}),
+    "gemma-3n-e4b": ("Gemma3nText", {"num_kv_shared_layers": 15, "intermediate_size": 16_384}),
+    "gemma-4-e2b": (
+        "Gemma4Text",
+        {
+            "num_kv_shared_layers": 20,
+            "intermediate_size": 6144,
+            "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+    ),
+    "gemma-4-31b": (
+        "Gemma4Text",
+        {
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 21_504,
+        },
+    ),
     "gpt-oss-20b": ("GptOss", {"vocab_size": 201_088, "intermediate_size": 2880, "num_local_experts": 32}),
     "gpt-oss-120b": ("GptOss", {"vocab_size": 201_088, "intermediate_size": 2880, "num_local_experts": 128}),
     "deepseek-v2-lite": (
@@ -75,7 +95,7 @@ def test_parameters_are_those_of_transformers(known):
     config = getattr(transformers, f"{family}Config")(**sizes)
     head = {"GPT2": "LMHeadModel", "Gemma3": "ForConditionalGeneration"}.get(family, "ForCausalLM")
     with torch.device("meta"):
-        theirs = getattr(transformers, family + head)(config)
+        theirs = getattr(transformers, family.removesuffix("Text") + head)(config)
     theirs.tie_weights()
     tensors = theirs.state_dict(keep_vars=True).values()  # DeepSeek-V3's router biases are buffers
     assert known.total_parameters == sum({id(x): x.numel() for x in tensors}.values())

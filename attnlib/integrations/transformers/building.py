@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...masks.band import CAUSAL, FULL, AnyMask, sliding
+from ...masks.band import CAUSAL, AnyMask, Mask, sliding
 from ...masks.ready_made import chunked
 from ...rope.axes import Axes
 from ...rope.rope import Rope
@@ -71,9 +71,10 @@ def layer_from(
 
 def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     """Return the attention mask of a layer, from the family and the config."""
-    if not family.is_causal:
-        return FULL
     kind = layer_type(config, index)
+    if not family.is_causal:
+        radius = config.sliding_window if family.window and kind == "sliding_attention" else None
+        return Mask(radius, radius)
     if family.window is None and kind != "full_attention":
         raise NotImplementedError(
             f"layer_types: expected full attention of {config.model_type}, got {kind!r}"

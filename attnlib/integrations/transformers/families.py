@@ -116,6 +116,9 @@ GEMMA4 = replace(
     reads=("per_layer_config",),
     fixed=(("use_bidirectional_attention", "vision"), ("skip", [])),
 )
+EMBEDDING_GEMMA2 = replace(
+    GEMMA3N, is_causal=False, shared=None, reads=("per_layer_config",), fixed=(("skip", []),)
+)
 GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
 )
@@ -330,6 +333,7 @@ FAMILIES = MappingProxyType(
         ("gemma3n_text", "self"): GEMMA3N,
         ("gemma4_text", "self"): GEMMA4,
         ("gemma4_unified_text", "self"): GEMMA4,
+        ("embedding_gemma2_text", "self"): EMBEDDING_GEMMA2,
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("phi", "self"): Family(
             weights=(*alike("q_proj", "k_proj", "v_proj"), ("dense", ("o_proj",)), *QK_LAYERNORM),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from ...masks.band import FULL, Mask
+from ...masks.band import Mask
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
 from .attention import attention_forward, check_arguments
@@ -30,7 +30,7 @@ class ReplacedAttention(nn.Module):
         self.family = family
         self.config: Any = config
         self.layer_idx: int = index
-        self.is_causal: bool = layer.mask != FULL
+        self.is_causal: bool = family.is_causal
         self.sliding_window: int | None = layer.mask.kept[0] if isinstance(layer.mask, Mask) else None
 
     def forward(
