@@ -1,0 +1,23 @@
+"""The table of families in docs/transformers.md lists every family, once."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+from attnlib.integrations.transformers.families import FAMILIES, REFUSED
+from attnlib.models.families import STORED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+ROWS = re.findall(r"^\| (.+?) \|.*\| (.+?) \|$", PAGE.split("## Families")[1].split("\n## ")[0], re.MULTILINE)
+NAMES = {name for name, _ in FAMILIES} | REFUSED.keys()
+
+
+def test_every_family_is_in_one_row():
+    found = Counter(word for families, _ in ROWS for word in re.findall(r"\w+", families) if word in NAMES)
+    assert found == dict.fromkeys(NAMES, 1)
+
+
+def test_the_first_row_is_what_is_converted():
+    (families, _), *others = [row for row in ROWS if row[0] not in ("families", "---")]
+    assert {*re.findall(r"\w+", families)} == {name for name, _ in FAMILIES} & STORED.keys() - {"bert"}
+    assert {answer for _, answer in others} == {"no"}
