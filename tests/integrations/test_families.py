@@ -8,7 +8,7 @@ import torch
 from families import DECODERS, RECENT, SIZES, recent, small
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from attnlib import CAUSAL, Gate, GroupedQueryAttention, Rope
+from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import building, families, replacing
 from attnlib.integrations.transformers.norms import (
@@ -52,7 +52,7 @@ OTHERS = {
     "scale": lambda x: [lambda *_: 0.7, None],
     "softcap": lambda x: [None, "initializer_range"],
     "sinks": lambda x: [not x],
-    "gate": lambda x: [None, *([] if x is None else [softer(x), lambda _: Gate("channel")])],
+    "gate": lambda x: [None] if x is None else [None, softer(x)],
     "temperature": lambda x: [None],
     "shared": lambda x: [None],
     "value_norm": lambda x: [not x],
