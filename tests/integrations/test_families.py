@@ -30,6 +30,10 @@ NORMS = (
     PlainRMSNorm,
     None,
 )
+# Those with gates and axes are in test_gated_and_axial_families.py.
+OTHERS_OF_RECENT = [
+    x for x in RECENT if (entry := families.FAMILIES[x, "self"]).gate is None and entry.axes is None
+]
 # Of each entry, what else it could be.
 OTHERS = {
     "weights": lambda x: [swapped(x)],
@@ -132,7 +136,7 @@ def is_said(name, other, family, config) -> bool:
     return getattr(family, name) or name not in ("rotates_part", "temperature")
 
 
-@pytest.mark.parametrize("family", RECENT)
+@pytest.mark.parametrize("family", OTHERS_OF_RECENT)
 @torch.no_grad()
 def test_a_recent_family(family):
     """Logits of attnlib's attention and layers, and one generate; test_transformers.py has slow tests."""
@@ -148,7 +152,7 @@ def test_a_recent_family(family):
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("family", RECENT)
+@pytest.mark.parametrize("family", OTHERS_OF_RECENT)
 @torch.no_grad()
 def test_layers_alone_compute_what_a_model_computes(family):
     """With masks and ropes of their own."""

@@ -19,14 +19,15 @@ from tests.integrations import test_transformers as all_modes
 from tests.integrations.test_transformers import agree, both, gradients, tokens
 
 AXIAL = [family for family in RECENT if FAMILIES[family, "self"].axes is not None]
+OURS = [*AXIAL, *(x for x in RECENT if FAMILIES[x, "self"].gate is not None and x not in AXIAL)]
 
 
-@pytest.mark.parametrize("family", RECENT)
+@pytest.mark.parametrize("family", OURS)
 def test_logits_and_gradients(family):
     all_modes.test_logits_and_gradients(both(family, "layers"))
 
 
-@pytest.mark.parametrize("family", RECENT)
+@pytest.mark.parametrize("family", OURS)
 def test_generated_tokens(family):
     all_modes.test_generated_tokens(both(family, "layers"), "dynamic")
 
@@ -198,7 +199,7 @@ def test_gates_and_heads_are_the_layers(family, index, heads, gate):
     assert (layer.num_heads, layer.gate) == (heads, gate)
 
 
-@pytest.mark.parametrize("family", RECENT)
+@pytest.mark.parametrize("family", OURS)
 @torch.no_grad()
 def test_a_layer_by_itself(family):
     """With a module's weights, it returns what the module does, at positions unlike those of text."""
