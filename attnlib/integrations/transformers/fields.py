@@ -58,8 +58,9 @@ DERIVED = frozenset({"qk_head_dim", "head_dim"})  # computed from the sizes abov
 def check_fields(family: Family, config: Any) -> None:
     """Raise NotImplementedError for a config field that is unknown or has an unsupported value."""
     for name, expected in family.fixed:
-        if getattr(config, name, expected) not in (expected, None):
-            raise NotImplementedError(f"{name}: expected {expected!r}, got {getattr(config, name)!r}")
+        value = getattr(config, name, expected)
+        if (tuple(value) if isinstance(value, list) else value) not in (expected, None):
+            raise NotImplementedError(f"{name}: expected {expected!r}, got {value!r}")
     for name in family.unused:
         if (value := getattr(config, name, None)) is not None:
             raise NotImplementedError(
