@@ -159,8 +159,13 @@ class GroupedQueryAttention(nn.Module):
         head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         has_bias = biased(bias, output_bias)
         numbers = {"norm_eps": norm_eps} | not_none(scale=scale, softcap=softcap)
-        flags = {"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi}
-        flags["own_keys"] = own_keys
+        flags = {
+            "qk_norm": qk_norm,
+            "norm_after_rope": norm_after_rope,
+            "own_keys": own_keys,
+            "sinks": sinks,
+            "alibi": alibi,
+        }
         check_options(mask, rope, temperature, gate, dropout_p, dtype, numbers=numbers, flags=flags)
         check_rope(rope, head_dim, norm_after_rope)
         check_values(values, head_dim, v_head_dim)

@@ -93,7 +93,7 @@ def head_dims(
 
 def check_values(values: str | None, head_dim: int, v_head_dim: int) -> None:
     """Raise ValueError unless ``values`` is None, or "keys" with values as wide as keys."""
-    if values is not None and values != "keys":
+    if values is not None and not (isinstance(values, str) and values == "keys"):
         raise ValueError(f'values: expected "keys" or None, got {values!r}')
     if values is not None and v_head_dim != head_dim:
         raise ValueError(f'v_head_dim: expected head_dim={head_dim} with values="keys", got {v_head_dim}')

@@ -140,7 +140,7 @@ def test_a_mask_that_keeps_all_queries_stays_small():
             {"per_layer_config": {i: {"attention_sinks": 1} for i in range(4)}},
             "attention_sinks=1 is unknown for gemma4_text",
         ),
-        ({"per_layer_config": {1: {"skip": ["self_attn"]}}}, r"skip: expected \[\], got \['self_attn'\]"),
+        ({"per_layer_config": {1: {"skip": ["self_attn"]}}}, r"skip: expected \(\), got \['self_attn'\]"),
     ],
 )
 def test_what_is_not_known_is_refused(fields, message):

@@ -114,10 +114,10 @@ GEMMA4 = replace(
     GEMMA3N,
     values="attention_k_eq_v",
     reads=("per_layer_config",),
-    fixed=(("use_bidirectional_attention", "vision"), ("skip", [])),
+    fixed=(("use_bidirectional_attention", "vision"), ("skip", ())),
 )
 EMBEDDING_GEMMA2 = replace(
-    GEMMA3N, is_causal=False, shared=None, reads=("per_layer_config",), fixed=(("skip", []),)
+    GEMMA3N, is_causal=False, shared=None, reads=("per_layer_config",), fixed=(("skip", ()),)
 )
 GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
