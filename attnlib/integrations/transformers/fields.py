@@ -89,8 +89,7 @@ def check_fields(family: Family, config: Any) -> None:
     """Raise NotImplementedError for a config field that is unknown or has an unsupported value."""
     for name, expected in family.fixed:
         value = getattr(config, name, expected)
-        value = tuple(value) if isinstance(value, list) else value
-        if value not in (expected, None):
+        if (tuple(value) if isinstance(value, list) else value) not in (expected, None):
             raise NotImplementedError(f"{name}: expected {expected!r}, got {value!r}")
     for name in family.unused:
         if (value := getattr(config, name, None)) is not None:
