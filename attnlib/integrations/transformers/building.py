@@ -11,7 +11,8 @@ from ...masks.ready_made import chunked
 from ...rope.axes import Axes
 from ...rope.rope import Rope
 from ...rope.scaling import scaling_of
-from .families import FAMILIES, REFUSED, Family
+from .families import FAMILIES, REFUSED
+from .family import Family
 from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm
 from .values import ScaledValueAttention

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .families import Family
+from .family import Family
 
 # In every model family, these fields configure something other than attention.
 ELSEWHERE = frozenset({

@@ -28,7 +28,7 @@ from ...models.own_form import (
 )
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
-from .families import Family
+from .family import Family
 from .replacing import (
     ReplacedAttention,
     ReplacedLatentAttention,

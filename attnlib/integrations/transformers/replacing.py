@@ -14,7 +14,8 @@ from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
 from .attention import attention_forward, check_arguments
 from .building import family_of, layer_from, layer_type
-from .families import FAMILIES, Family
+from .families import FAMILIES
+from .family import Family
 from .latents import SIZES
 from .weights import rename_loaded, rename_saved, theirs_of
 

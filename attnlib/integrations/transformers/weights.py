@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models.families import fused, parted
-from .families import Family
+from .family import Family
 
 PARAMETERS = ("weight", "bias")
 
