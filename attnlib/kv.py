@@ -155,9 +155,9 @@ class KVLayout:
 
 @dataclass(slots=True, eq=False)
 class StepInfo:
-    """What the host knows of a cache's running step, for layers to choose how they attend.
+    """The facts of a cache's running step that the host knows; layers choose by them how they attend.
 
-    All layers of a cache share one StepInfo, and each step changes it; :class:`attnlib.LayerCache` explains
+    All layers of a cache share one StepInfo, which each step changes. :class:`attnlib.LayerCache` explains
     the fields.
     """
 

@@ -45,7 +45,9 @@ def check_keys(
         if layout.is_latent != is_latent or got != widths:
             raise ValueError(f"keys: expected a view of {_named(widths, is_latent)}, got {layout}")
         return
-    if not (isinstance(keys, tuple) and len(keys) == 2 and all(map(is_strided, filter(_is_given, keys)))):
+    if not (
+        isinstance(keys, tuple) and len(keys) == 2 and all(part is None or is_strided(part) for part in keys)
+    ):
         remedy = "; pass its view()" if isinstance(keys, LayerCache) else ""
         raise TypeError(f"keys: expected {what} or a KVView, got {type(keys).__name__}{remedy}")
     got = tuple(0 if part is None else part.shape[-1] for part in keys)
@@ -62,10 +64,6 @@ def refuse_own_keys(own_keys: bool) -> None:
             "own_keys: expected a layer with keys of its own, got own_keys=False; ask the layer whose keys "
             "it reads, and leave this one out of the cache's layouts"
         )
-
-
-def _is_given(part: object) -> bool:
-    return part is not None
 
 
 def _named(widths: tuple[int, int], is_latent: bool) -> str:

@@ -59,9 +59,10 @@ class GroupedShape:
     @property
     def weights(self) -> int:
         """The number of elements in the projection matrices, each of which multiplies once per token."""
-        gates = self.gate.rows(self.num_heads, self.head_dim) if self.gate else 0
         heads = 2 * self.num_heads + self._projected_kv_heads
-        return self.hidden_size * (self.head_dim * heads + gates)
+        return self.hidden_size * (
+            self.head_dim * heads + _gate_rows(self.gate, self.num_heads, self.head_dim)
+        )
 
     @property
     def _projected_kv_heads(self) -> int:
@@ -72,8 +73,7 @@ class GroupedShape:
     def parameters(self) -> int:
         biases = self.bias * self.head_dim * (self.num_heads + self._projected_kv_heads)
         biases += self.output_bias * self.hidden_size
-        if self.gate:
-            biases += self.gate.bias * self.gate.rows(self.num_heads, self.head_dim)
+        biases += _gate_biases(self.gate, self.num_heads, self.head_dim)
         return (
             self.weights
             + biases
@@ -155,12 +155,12 @@ class LatentShape:
         query = self.hidden_size * q_width if rank is None else rank * (self.hidden_size + q_width)
         down = self.own_keys * self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim)
         up = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        gates = self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
+        gates = _gate_rows(self.gate, self.num_heads, self.v_head_dim)
         return query + down + up + self.hidden_size * (self.num_heads * self.v_head_dim + gates)
 
     @property
     def parameters(self) -> int:
-        biases = self.gate.bias * self.gate.rows(self.num_heads, self.v_head_dim) if self.gate else 0
+        biases = _gate_biases(self.gate, self.num_heads, self.v_head_dim)
         norms = self.own_keys * self.kv_lora_rank + (self.q_lora_rank or 0)
         return self.weights + biases + norms
 
@@ -241,6 +241,15 @@ def decode_bytes(
         * shape.layout(dtype=dtype, storage_dtype=storage_dtype).token_bytes
     )
     return shape.parameters * dtype.itemsize + cached
+
+
+def _gate_rows(gate: Gate | None, num_heads: int, value_dim: int) -> int:
+    """Return the number of rows of a gate's projection, 0 without a gate."""
+    return 0 if gate is None else gate.rows(num_heads, value_dim)
+
+
+def _gate_biases(gate: Gate | None, num_heads: int, value_dim: int) -> int:
+    return 0 if gate is None else gate.bias * gate.rows(num_heads, value_dim)
 
 
 def _seen(context: int, window: int | None, ranks: int = 1) -> int:
