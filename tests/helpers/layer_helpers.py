@@ -7,11 +7,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnlib import (
     CAUSAL,
     GroupedQueryAttention,
     KVCache,
+    KVLayout,
     Mask,
     MultiHeadLatentAttention,
     Rope,
@@ -112,6 +114,35 @@ class Sharing(nn.Module):
                 keys[i] = (layer.latent if hasattr(layer, "latent") else layer.key_value)(x, angles)
             x = x + layer(x, keys=keys[source], **inputs)
         return x
+
+
+class OwnerAndReader(nn.Module):
+    """Two layers of which the second attends to the keys of the first; a plan and ranks are those of both."""
+
+    def __init__(self, make: Callable[..., nn.Module], **options):
+        super().__init__()
+        self.source, self.reader = make(**options), make(own_keys=False, **options)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "context_parallel":
+            self.source.context_parallel = self.reader.context_parallel = value
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self.source.kv_layout
+
+    def parallel_plan(self, mesh: DeviceMesh) -> dict:
+        plans = {name: layer.parallel_plan(mesh) for name, layer in self.named_children()}
+        return {f"{name}.{at}": style for name, plan in plans.items() for at, style in plan.items()}
+
+    def forward(self, x: Tensor, kv=None, **inputs) -> Tensor:
+        if kv is not None:
+            return self.source(x, kv=kv) + self.reader(x, keys=kv.view())
+        [angles] = shared_angles([self.source], x, cu_seqlens=inputs.get("cu_seqlens"))
+        keys = (self.source.latent if hasattr(self.source, "latent") else self.source.key_value)(x, angles)
+        return self.source(x, keys=keys, **inputs) + self.reader(x, keys=keys, **inputs)
 
 
 def sharing(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.multiprocessing as mp
+from layer_helpers import OwnerAndReader
 from leaving import leave
 from torch import Tensor, nn
 from torch.distributed import all_reduce, init_process_group
@@ -54,29 +55,6 @@ def latent(rope_dim: int = 4, **options) -> MultiHeadLatentAttention:
     return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
 
 
-class Sharing(nn.Module):
-    """Two layers of which the second attends to the keys of the first."""
-
-    def __init__(self, make: Callable[..., nn.Module], **options):
-        super().__init__()
-        self.source, self.reader = make(**options), make(own_keys=False, **options)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "context_parallel":
-            self.source.context_parallel = self.reader.context_parallel = value
-        else:
-            super().__setattr__(name, value)
-
-    def parallel_plan(self, mesh: DeviceMesh) -> dict:
-        plans = {name: layer.parallel_plan(mesh) for name, layer in self.named_children()}
-        return {f"{name}.{at}": style for name, plan in plans.items() for at, style in plan.items()}
-
-    def forward(self, x: Tensor, **inputs) -> Tensor:
-        [angles] = shared_angles([self.source], x, cu_seqlens=inputs.get("cu_seqlens"))
-        keys = (self.source.latent if hasattr(self.source, "latent") else self.source.key_value)(x, angles)
-        return self.source(x, keys=keys, **inputs) + self.reader(x, keys=keys, **inputs)
-
-
 def functions() -> dict:
     """A score that learns and a mask, which ask for heads and for indices of the whole."""
     shown = torch.randint(0, 3, (HEADS, TOKENS)).int()
@@ -96,8 +74,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gqa, dropout": lambda: grouped(num_kv_heads=2, dropout_p=0.3),
     "gqa, gate": lambda: grouped(num_kv_heads=2, gate=Gate("channel")),
     "gqa, values of keys": lambda: grouped(num_kv_heads=2, qk_norm=True, values="keys"),
-    "gqa, shared keys": lambda: Sharing(grouped, num_kv_heads=2, qk_norm=True),
-    "mla, shared keys": lambda: Sharing(latent),
+    "gqa, shared keys": lambda: OwnerAndReader(grouped, num_kv_heads=2, qk_norm=True),
+    "mla, shared keys": lambda: OwnerAndReader(latent),
     "mqa": lambda: grouped(MultiQueryAttention, mask=sliding(20), sinks=True),
     "mla": latent,
     "mla, q_lora": lambda: latent(q_lora_rank=8, form="expanded", bias=True),

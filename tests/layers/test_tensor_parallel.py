@@ -2,14 +2,13 @@
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from layer_helpers import assert_twice_as_good
+from layer_helpers import OwnerAndReader, assert_twice_as_good
 from leaving import leave
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -32,14 +31,12 @@ from attnlib import (
     Gate,
     GroupedQueryAttention,
     KVCache,
-    KVLayout,
     MultiHeadLatentAttention,
     MultiQueryAttention,
     Rope,
     SlowPathWarning,
     mask_mod,
     scores,
-    shared_angles,
     sliding,
 )
 from attnlib.layers.tensor_parallel import ALL_HEADS, MARK, share_of
@@ -59,29 +56,6 @@ def grouped(num_kv_heads: int, *, num_heads: int = HEADS, **options) -> GroupedQ
 def latent(**options) -> MultiHeadLatentAttention:
     options = {"mask": CAUSAL, "q_lora_rank": None, "rope": Rope(16, interleaved=True)} | LATENT | options
     return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
-
-
-class Sharing(nn.Module):
-    """Two layers of which the second attends to the keys of the first."""
-
-    def __init__(self, make: Callable[..., nn.Module], **options):
-        super().__init__()
-        self.source, self.reader = make(**options), make(own_keys=False, **options)
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self.source.kv_layout
-
-    def parallel_plan(self, mesh: DeviceMesh) -> dict:
-        plans = {name: layer.parallel_plan(mesh) for name, layer in self.named_children()}
-        return {f"{name}.{at}": style for name, plan in plans.items() for at, style in plan.items()}
-
-    def forward(self, x: Tensor, kv=None) -> Tensor:
-        if kv is not None:
-            return self.source(x, kv=kv) + self.reader(x, keys=kv.view())
-        [angles] = shared_angles([self.source], x)
-        keys = (self.source.latent if hasattr(self.source, "latent") else self.source.key_value)(x, angles)
-        return self.source(x, keys=keys) + self.reader(x, keys=keys)
 
 
 def functions() -> dict:
@@ -119,9 +93,9 @@ LAYERS = {
     "gqa, functions, fsdp": lambda: grouped(2, **functions()),
     "mla, functions": lambda: latent(**functions()),
     "mla, functions, expanded": lambda: latent(form="expanded", **functions()),
-    "gqa, shared keys": lambda: Sharing(grouped, num_kv_heads=2, rope=Rope(16), qk_norm=True),
-    "mqa, shared keys": lambda: Sharing(grouped, num_kv_heads=1, rope=Rope(16), sinks=True),
-    "mla, shared keys": lambda: Sharing(latent),
+    "gqa, shared keys": lambda: OwnerAndReader(grouped, num_kv_heads=2, rope=Rope(16), qk_norm=True),
+    "mqa, shared keys": lambda: OwnerAndReader(grouped, num_kv_heads=1, rope=Rope(16), sinks=True),
+    "mla, shared keys": lambda: OwnerAndReader(latent),
     "gqa, dropout": lambda: grouped(2, rope=Rope(16), dropout_p=0.4),
     "mla, dropout": lambda: latent(dropout_p=0.4),
 }
