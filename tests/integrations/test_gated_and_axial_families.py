@@ -270,7 +270,7 @@ def test_families_that_differ_are_refused_by_name(family, message):
     ("family", "fields", "message"),
     [
         ("step3p5", {"gating": "per-channel"}, "gating: expected True, got 'per-channel'"),
-        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \(\), got \('mlp',\)"),
+        ("step3p5", {"per_layer_config": {0: {"skip": ["mlp"]}}}, r"skip: expected \(\), got \['mlp'\]"),
         (
             "step3p5",
             {"per_layer_config": {0: {"sink_size": 4}, 1: {"sink_size": 4}}},
