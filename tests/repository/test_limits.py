@@ -198,8 +198,11 @@ def test_backends_stay_small():
 
 
 def test_the_benchmark_stays_small():
-    """What stood there when bench learned --shape and --backend, and gave efficient attention its heads."""
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1193
+    """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
+
+    The tables of output gates and of heads wider than 256 brought 53.
+    """
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1246
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
