@@ -66,7 +66,10 @@ def of(kind: type, level: int, implementation: str) -> nn.Module:
 
 
 def walked(name: str) -> dict[str, str]:
-    """Run the class in each way: "agrees", or "refused", "not tried" or "wrong" and why."""
+    """Run the class in each way: "agrees", or "refused", "not tried" or "wrong" and why.
+
+    Gradients also agree if they are at most twice as far from eager as those of torch's fused attention.
+    """
     try:
         eager, ours = made(name)
     except LookupError as error:
