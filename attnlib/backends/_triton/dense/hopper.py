@@ -20,6 +20,8 @@ from .hopper_tables import BackwardConfig, ForwardConfig
 from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
+# The channel blocks of heads that are wider than 256.
+HALVES = dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF)
 
 
 class Forward(NamedTuple):
@@ -100,8 +102,10 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     more = config.constants | {"heads_per_wave": wave, "tiles": tiles}
+    is_wide = x.value > hopper_tables.HALF
+    more |= HALVES if is_wide else {"E_TAIL": 0}
     blocks, launched = (
-        _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
+        (_halves if is_wide else _blocks)(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
         LaunchConfig(block_m, block_n, 1, 4),
     )
     kernel, before, transposed = forward, (), ()
@@ -134,6 +138,12 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
         if x.tail and not is_value:
             found[f"{name}_tail_desc"] = Block(name, n, x.tail, gluon=True)
     return found
+
+
+def _halves(x: DenseShapes, **rows: int) -> dict[str, Block]:
+    """Return what :func:`_blocks` does for a wide head, whose channels are loaded in two halves."""
+    found = {f"{name}_desc": Block(name, n, hopper_tables.HALF, gluon=True) for name, n in rows.items()}
+    return found | {f"{name}_tail_desc": found[f"{name}_desc"] for name in ("q", "k")}
 
 
 def in_order(key: Key) -> Key:
