@@ -147,7 +147,7 @@ FORWARD_FP8 = (
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
 # Heads of 257 to 512 channels have a forward of their own, whose programs compute 64 queries.
-FORWARD_WIDE = ForwardConfig(32, 1, 1, 2, 2, False, True, 240, 24)
+FORWARD_WIDE = ForwardConfig(32, 1, 1, 2, 2, False, True, 168, 24)
 # The keys and values of heads that run together may take about this many bytes. TFLOP/s by the number of
 # heads that run together:
 #                       1    4   16   32
