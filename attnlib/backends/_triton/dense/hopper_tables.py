@@ -201,8 +201,8 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
     >>> [forward(case, keys=8192, triton=version).q_in_registers for version in ((3, 8), (3, 9), (3, 10))]
     [True, False, False]
     """
-    if min(case.head_dim, case.value_dim) > HALF:
-        return FORWARD_WIDE if takes_wide(case, keys) else None
+    if takes_wide(case, keys):
+        return FORWARD_WIDE
     main, _, value = widths(case.head_dim, case.value_dim)
     # For some score functions the generic kernel is faster, unless a function loads a value for each pair of
     # a query and a key. Milliseconds, causal 8k unless noted:
@@ -238,8 +238,9 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
 
 def takes_wide(case: DenseCase, keys: int) -> bool:
     """True if the Hopper kernels for heads of 257 to 512 channels take a call; they have no functions."""
-    fits = case.arch == 90 and case.aligned and max(case.head_dim, case.value_dim) <= 2 * HALF
-    return fits and case.itemsize == 2 and not case.by_function and keys > FEW_KEYS
+    narrow, wide = sorted((case.head_dim, case.value_dim))
+    fits = HALF < narrow and wide <= 2 * HALF and case.itemsize == 2 and not case.by_function
+    return fits and case.arch == 90 and case.aligned and keys > FEW_KEYS
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
