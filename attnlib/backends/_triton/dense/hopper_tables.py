@@ -239,7 +239,7 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
 def takes_wide(case: DenseCase, keys: int) -> bool:
     """True if the Hopper kernels for heads of 257 to 512 channels take a call; they have no functions."""
     narrow, wide = sorted((case.head_dim, case.value_dim))
-    fits = HALF < narrow and wide <= 2 * HALF and case.itemsize == 2 and not case.by_function
+    fits = narrow > HALF and wide <= 2 * HALF and case.itemsize == 2 and not case.by_function
     return fits and case.arch == 90 and case.aligned and keys > FEW_KEYS
 
 
