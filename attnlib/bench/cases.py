@@ -68,6 +68,12 @@ TRAINING = (
     Case("MLA 192/128 causal 8k", 2, 16, 16, 8192, 192, 128, CAUSAL),
 )
 
+WIDE = (
+    Case("d512 causal", 2, 8, 4, 8192, 512, 512, CAUSAL),
+    Case("d512 full", 2, 8, 4, 8192, 512, 512, FULL),
+    Case("d320 causal", 2, 8, 4, 8192, 320, 320, CAUSAL),
+)
+
 LENGTHS = tuple(512 << doublings for doublings in range(8))  # 512 to 64k tokens
 GROWING = tuple(plain(tokens, 48, 64) for tokens in LENGTHS)
 LONG = tuple(plain(tokens, 16, 128) for tokens in (8192, 16384, 32768, 65536))

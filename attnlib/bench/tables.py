@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cases, cpu, decode, memory, parallel, speed, steps, stored
+from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
@@ -35,6 +35,7 @@ def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: o
 
 
 TRAINING = partial(speed.rows, work=cases.TRAINING, peers=(*PEERS, "FA4"))
+WIDE = partial(speed.rows, work=cases.WIDE, peers=("efficient", "Flex"))
 LONG = partial(speed.rows, work=cases.LONG, peers=("FA2", "cuDNN", "FA4"))
 GROWING = partial(speed.rows, work=cases.GROWING, peers=("eager", "efficient", *PEERS, "FA4"))
 DECODE = partial(decode.rows, work=decode.GROUPED, fills=decode.STORAGES, peers=(*PEERS, "FlashInfer"))
@@ -55,6 +56,14 @@ RATE = "TFLOP/s"
 GPU = (
     _table(TRAINING, "forward", "Forward, bf16", RATE, what="forward"),
     _table(TRAINING, "backward", "Backward, bf16", RATE, what="backward"),
+    _table(WIDE, "wide", "Forward of heads wider than 256, 8/4 heads, 2 x 8k, bf16", RATE, what="forward"),
+    _table(
+        WIDE,
+        "wide-backward",
+        "Backward of heads wider than 256, 8/4 heads, 2 x 8k, bf16",
+        RATE,
+        what="backward",
+    ),
     _table(LONG, "long", "Long sequences, 16 heads d128 causal, bf16", "ms", what="both", growing=True),
     _table(
         speed.varlen, "varlen", "Packed sequences compared with a batch, 16 heads d128 causal, bf16", RATE
@@ -67,6 +76,12 @@ GPU = (
     ),
     _table(
         speed.grouped, "gqa", "Grouped KV heads compared with as many as query heads, d128 causal, bf16", "ms"
+    ),
+    _table(
+        gates.rows,
+        "gates",
+        "Training a layer with an output gate, compiled, 32/8 heads d128 causal, 2 x 8k, bf16",
+        "ms",
     ),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),

@@ -200,7 +200,7 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> 
         text=None if held is None else held.text,
         device=device(),
         follow_links=arguments.follow_links,
-        advance=steps(None if arguments.quiet else "comparing", 2 * len(model.layers), " layers"),
+        advance=steps(None if arguments.quiet else "comparing", 2 * model.depth, " layers"),
     )
 
 

@@ -30,8 +30,8 @@ from .wording import option
 Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
 BEST_MERGE = (
-    "default: mean without a calibration or with --align; else principal, or principal-values for models "
-    "with norms of q and k"
+    "default: mean without a calibration, with --align or for models with output gates; else principal, or "
+    "principal-values for models with norms of q and k"
 )
 BEST_GROUPING = "default: similar for a principal merge, else neighbours"
 OPTIONS = MappingProxyType(  # the options that each layer type permits
@@ -156,6 +156,7 @@ def _recipe(arguments: argparse.Namespace, model: CheckpointModel, *, calibrated
             reach=arguments.reach,
             calibrated=calibrated,
             maps_keys=rotates_alike(model.config) and not has_key_norms(model),
+            maps_values=not model.family.is_gated,
         )
     return asdict(chosen)
 
@@ -217,6 +218,11 @@ def _to_own(
     *,
     calibrated: bool,
 ) -> Made:
+    if model.family.is_hybrid:
+        raise RequestError(
+            f"--to attnlib: expected attention in every layer, and {model.config['model_type']} has "
+            "recurrent layers; use --to gqa"
+        )
     kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
     size = arguments.kv_heads if arguments.rank is None else arguments.rank
     with _refusals("--to attnlib"):

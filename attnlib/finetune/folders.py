@@ -90,8 +90,8 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
         CheckpointError: the model has no list of decoder layers with a known attention module.
     """
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and _attention(module[0]) is not None:
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and any(map(_attention, module)):
             return module
     raise CheckpointError(
         f"{type(model).__name__}: expected {count} decoder layers with one of {ATTENTION} in each, got none; "
@@ -100,8 +100,8 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers of a transformers model, in order."""
-    return [_attention(layer) for layer in decoder_layers(model)]
+    """Return the attention layers of a transformers model, in order; hybrids have fewer than layers."""
+    return [found for layer in decoder_layers(model) if (found := _attention(layer)) is not None]
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

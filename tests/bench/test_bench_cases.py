@@ -7,7 +7,7 @@ from bench_helpers import tiny
 from attnlib import CAUSAL
 from attnlib.bench import cases
 
-ALL = (*cases.TRAINING, *cases.GROWING, *cases.LONG, *cases.MEMORY, *cases.GROUPED)
+ALL = (*cases.TRAINING, *cases.WIDE, *cases.GROWING, *cases.LONG, *cases.MEMORY, *cases.GROUPED)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 from checkpoint_helpers import contents
+from family_models import make
 from fault_shim import FaultyOs, failing, killed
 from model_helpers import TEXT, save
 from stopped_runs import in_a_process
@@ -143,6 +144,21 @@ def test_a_stopped_run_goes_on_at_its_layer(source, tokens, tmp_path, whole, mon
     with kept(source, tokens, tmp_path) as calibrations:
         assert same(calibrations, whole)
     assert seen == list(range(at, LAYERS))
+
+
+@pytest.mark.parametrize(("kind", "layers", "at"), [("lfm2_moe", (0, 2), 1), ("lfm2", (1, 2), 2)])
+def test_a_hybrid_goes_on_behind_its_last_layer_with_attention(tmp_path, monkeypatch, kind, layers, at):
+    """Two of three layers have attention; the folder counts no others."""
+    source, tokens = tmp_path / "in", torch.arange(3, 43).view(2, 20)
+    make(kind).save_pretrained(source)
+    whole = TextCalibration(read_model(read_folder(source)), tokens)
+    expected = {index: whole(index).moment for index in layers}
+    stopped(source, tokens, tmp_path, monkeypatch, at)
+    seen = calls_of(monkeypatch)
+    with kept(source, tokens, tmp_path) as calibrations:
+        assert all(calibrations(index).moment.equal(x) for index, x in expected.items())
+        assert len([*folder_of(tmp_path).glob("layer-*")]) == 2
+    assert seen == list(range(at, 3))
 
 
 @pytest.mark.parametrize("kept_behind", [0, 1])

@@ -159,8 +159,10 @@ def test_a_source_without_a_tokenizer_says_what_to_do(source, tmp_path, to, caps
     assert run(tmp_path / "in", tmp_path / "out", "--no-calibration", to=to) == 0
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gemma3_text", "qwen2_vl", "cohere2", "phi3"])
-def test_families_are_calibrated_by_default(tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen2_moe", "gemma3_text", "qwen2_vl", "cohere2", "phi3", "lfm2", "qwen3_next"]
+)
+def test_families_are_calibrated_by_default(tmp_path, kind, capsys):
     """With fewer heads that are not equal, so that every layer is merged."""
     make(kind).save_pretrained(tmp_path / "in")
     add_tokenizer(tmp_path / "in")
@@ -169,6 +171,12 @@ def test_families_are_calibrated_by_default(tmp_path, kind):
     options = ("--text", tmp_path / "text", "--samples", 2, "--length", 16)
     assert run(tmp_path / "in", tmp_path / "out", *options) == 0
     assert report_of(tmp_path / "out")["measures"]["loaded_by"]
+    bars = capsys.readouterr().err
+    for title in ("calibrating", "comparing"):
+        shown = [line for line in bars.split("\r") if line.startswith(f"{title}:")]
+        assert "100%" in shown[-1]
+        assert all("%" in line for line in shown)  # as there is none beyond the end
+    assert ("6/6" in shown[-1]) == (kind == "lfm2")  # two layers of three have attention, and all are run
 
 
 REFUSED = {

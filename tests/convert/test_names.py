@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import (
+    CONFIG_MAPPING,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -27,7 +28,8 @@ from attnlib import CAUSAL, FULL, MultiHeadAttention
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
 from attnlib.convert.checkpoint.layer import LayerShape
 from attnlib.convert.checkpoint.names import family_of, find_layers, join, split, text_of
-from attnlib.models.families import STORED
+from attnlib.integrations.transformers.families import FAMILIES, REFUSED
+from attnlib.models.families import SEEING, STORED, UNCONVERTED
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = SIZES | {"num_key_value_heads": 4, "intermediate_size": 40, "head_dim": 8}
@@ -152,7 +154,8 @@ def test_joining_undoes_splitting(kind, kv_heads, head_dim, bias):
         else:
             stored[f"{disk}.weight"] = torch.randn(head_dim)
     weights = split(family, stored, shape)
-    assert {name: len(weights[f"{name}.weight"]) for name in shape.rows} == shape.rows
+    rows = {name: x for name, x in shape.rows.items() if name != "g_proj" or family.is_gated}
+    assert {name: len(weights[f"{name}.weight"]) for name in rows} == rows
     joined = join(family, weights, shape)
     assert joined.keys() == stored.keys()
     assert all(joined[name].equal(x) for name, x in stored.items())
@@ -189,8 +192,26 @@ def test_no_layer_has_such_a_number(number):
 
 @pytest.mark.parametrize("kind", ["mamba", None, ["llama"], {}])
 def test_a_stranger_is_refused_though_its_names_are_known(kind):
-    with pytest.raises(CheckpointError, match=r"model_type: expected one of llama, .*, llava, .* got "):
+    with pytest.raises(CheckpointError, match=r"model_type: expected a type that docs.* llama, got "):
         family_of(text_of({"model_type": kind}).get("model_type"))
+
+
+def test_every_family_is_described_or_refused_with_its_reason():
+    """Whatever attnlib has layers of, and whatever it refuses layers of; vision encoders are copied."""
+    known = {kind for kind, _ in FAMILIES if not kind.endswith("_vision")} | {*REFUSED}
+    assert known == {kind for kind in {*STORED, *UNCONVERTED} if kind in known}
+    assert not {*STORED, *SEEING} & {*UNCONVERTED}
+    for kind, reason in UNCONVERTED.items():
+        assert kind in CONFIG_MAPPING or kind in known
+        with pytest.raises(CheckpointError) as error:
+            family_of(text_of({"model_type": kind}).get("model_type"))
+        assert f"model_type: {kind} cannot be converted, because {reason}; docs/conv" in str(error.value)
+
+
+def test_a_misspelt_type_brings_those_like_it():
+    with pytest.raises(CheckpointError, match=r"such as qwen3_next, .*got 'qwen3next'") as error:
+        family_of("qwen3next")
+    assert len(str(error.value)) < 200
 
 
 def test_the_text_of_a_model_that_also_sees():

@@ -10,7 +10,7 @@ import family_models
 import pytest
 import torch
 from checkpoint_helpers import contents
-from family_models import DECODERS, GROUPS, HEADS, KV_HEADS, equalise, is_as_exact, make, says
+from family_models import DECODERS, GROUPS, HEADS, KV_HEADS, RECENT, equalise, is_as_exact, make, says, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import add_tokenizer
@@ -23,10 +23,18 @@ from attnlib.convert.own import latent
 from attnlib.convert.own.allotment import allot
 from attnlib.convert.own.sizes import cache_bytes
 from attnlib.integrations.transformers import PagedCache
+from attnlib.models.families import STORED
 from attnlib.models.own_form import layers_of
 
 NORMED = ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere")  # or with a softcap
-LATENT_KINDS = tuple(kind for kind in DECODERS if kind not in NORMED)
+RECENTLY = tuple(kind for kind in RECENT if not STORED[kind].is_hybrid)
+RECENTLY_NORMED = tuple(
+    kind for kind in RECENTLY if len(STORED[kind].weights) > 4 or kind in ("persimmon", "vaultgemma")
+)
+LATENT_KINDS = (
+    *(kind for kind in DECODERS if kind not in NORMED),
+    *slow(*(kind for kind in RECENTLY if kind not in RECENTLY_NORMED)),
+)
 TINY = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -95,8 +103,10 @@ def difference(model, other, length=40):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [*DECODERS, *slow(*RECENTLY)])
 def test_equal_heads_of_every_family_become_one(tmp_path, kind, dtype):
+    if (kind, dtype) == ("afmoe", torch.float16):
+        pytest.skip("transformers loads its norms in fp32")
     model = make(kind).to(dtype)
     equalise(model)
     out = run(
@@ -178,11 +188,17 @@ def test_latents_have_queries_of_low_rank(tmp_path, config):
     run(tmp_path / "in", tmp_path / "none", *options, "--q-rank", 33, code=2)
 
 
-@pytest.mark.parametrize("kind", NORMED)
+@pytest.mark.parametrize("kind", [*NORMED, *slow(*RECENTLY_NORMED)])
 def test_what_latents_cannot_do_is_refused(tmp_path, kind, capsys):
     run(saved(make(kind), tmp_path / "in"), tmp_path / "out", "--rank", 16, code=2)
     assert not (tmp_path / "out").exists()
     assert "--to attnlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--kv-heads", 2), ("--rank", 16), ("--cache", "50%")])
+def test_hybrids_are_refused(tmp_path, options, capsys):
+    run(saved(make("lfm2"), tmp_path / "in"), tmp_path / "out", *options, code=2)
+    assert "--to attnlib: expected attention in every layer, and lfm2 has" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

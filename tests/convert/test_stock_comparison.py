@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from family_models import ALL, DECODERS, SEEING, SIZES, load, make, says
+from family_models import ALL, DECODERS, SEEING, SIZES, STREAMED, load, make, says, slow
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -83,7 +83,7 @@ def measured(old, new, tokens):
     }
 
 
-@pytest.mark.parametrize("kind", [*DECODERS, *SEEING, *OTHERS])
+@pytest.mark.parametrize("kind", [*DECODERS, *SEEING, *OTHERS, *slow(*STREAMED)])
 def test_it_is_what_whole_models_say(pairs, kind, monkeypatch):
     """Slices that are smaller than the vocabulary and than a window, and end in their middle."""
     (old, new), logits = pairs(kind)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from family_models import DECODERS, make
+from family_models import DECODERS, RECENT, make, slow
 from model_helpers import SIZES, TEXT, add_tokenizer, load, save
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
@@ -64,7 +64,7 @@ def test_it_is_what_the_whole_model_sees(sources, kind):
         assert difference.max() < 2**-18  # fp32 sums of a hundred terms, through three layers
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [*DECODERS, *slow(*RECENT)])
 def test_every_family_is_run_as_it_is_whole(tmp_path, kind):
     """What its query projection reads, fused with others or not, under learned positions or rope."""
     model, seen = make(kind), []
@@ -77,8 +77,7 @@ def test_every_family_is_run_as_it_is_whole(tmp_path, kind):
     with torch.no_grad():
         model(tokens)
     calibrations = streamed(tmp_path, tokens)
-    assert len(seen) == len(calibrations.layers)
-    for index, x in enumerate(seen):
+    for index, x in zip(calibrations.model.layers, seen, strict=True):
         torch.testing.assert_close(
             calibrations(index).moment, Calibration.of([x]).moment, rtol=1e-4, atol=1e-4
         )

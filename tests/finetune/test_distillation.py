@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from family_models import make
 from torch import nn
 
 from attnlib.finetune.distillation import Speaker, differences, layerwise, text_bits
+from attnlib.finetune.folders import attention_layers
 
 TOKENS = torch.arange(60).reshape(3, 20) * 11 % 50
 
@@ -35,6 +37,15 @@ class Model(nn.Sequential):
     @property
     def attention(self):
         return [block.attention for block in self.children() if isinstance(block, Block)]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lfm2", 2), ("qwen3_vl", 2), ("gpt2", 2)])
+def test_attention_is_that_of_the_text_alone(kind, count):
+    """A hybrid has layers without, and a vision encoder may have as many layers as the text."""
+    found = attention_layers(make(kind))
+    assert len(found) == count
+    assert not any("Vision" in type(layer).__name__ for layer in found)
+    assert all(type(layer).__name__.endswith("Attention") for layer in found)
 
 
 @pytest.fixture

@@ -263,7 +263,10 @@ def llama(**fields):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of .* bert, .* got 'bloom'"),
+        (
+            lambda: CONFIG_MAPPING["bloom"](),
+            "config: model_type: expected a type that docs/transformers.md lists, .* got 'bloom'",
+        ),
         (lambda: llama(attention_sinks=True), "config: attention_sinks=True is unknown for llama"),
         (
             lambda: CONFIG_MAPPING["mistral"](attention_bias=True),

@@ -296,9 +296,7 @@ def test_fields_that_differ_are_refused(family, fields, message):
         hf.from_config(CONFIG_MAPPING[family](**known | fields))
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_next", "afmoe", "laguna", "step3p7", "qwen3_5", "qwen3_vl", "glm4v"]
-)
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "step3p7"])
 def test_checkpoints_of_families_that_storage_does_not_describe_are_not_converted(family):
-    with pytest.raises(CheckpointError, match=f"got '{family}'"):
+    with pytest.raises(CheckpointError, match=f"{family} cannot be converted, because the number of heads"):
         family_of(family)

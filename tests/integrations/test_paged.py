@@ -38,10 +38,6 @@ def pair_of(family: str, way: str = "layers"):
 def test_generated_tokens(family, way):
     """Of a batch that is padded on the left."""
     eager, ours = pair_of(family, way)
-    if eager._is_stateful:
-        with pytest.raises(NotImplementedError, match="keep keys and values, got 'linear_attention'"):
-            paged(ours)
-        return
     ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, :9] = 0, 0
     theirs = eager.generate(ids, attention_mask=mask, **OPTIONS, **LOGITS)

@@ -79,7 +79,7 @@ def test_rows_and_packed_sequences_have_positions_of_their_own(kind):
 
 
 @pytest.mark.parametrize("page_size", [4, None])
-@pytest.mark.parametrize("store", [None, torch.int8])
+@pytest.mark.parametrize("store", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_sequence_with_an_image_is_decoded_step_by_step(kind, store, page_size):
     """Positions go on where mrope_positions says; the outputs are those of one call."""

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from attnlib import (
     CAUSAL,
     FULL,
+    Axes,
+    Gate,
     GroupedQueryAttention,
     KVCache,
     KVLayout,
@@ -178,13 +180,20 @@ LATENT = {
     "v_head_dim": 8,
 }
 OPTIONS = {"mask": CAUSAL, "head_dim": 8, "rope": Rope(8)}
+AXES = Axes((2, 2), "interleaved")
 LAYERS = {
     "mqa": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=1, qk_norm=True, **OPTIONS),
     "sinks": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=1, sinks=True, softcap=3.0, **OPTIONS),
     "window": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=1, **OPTIONS | {"mask": sliding(5)}),
     "mla": lambda: MultiHeadLatentAttention(HIDDEN, HEADS, mask=CAUSAL, rope=Rope(8), **LATENT),
+    "axes": lambda: MultiHeadLatentAttention(HIDDEN, HEADS, mask=CAUSAL, rope=Rope(8, axes=AXES), **LATENT),
 }
-GROUPED = {"gqa": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=2, **OPTIONS)}
+GROUPED = {
+    "gqa": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=2, **OPTIONS),
+    "axes and gate": lambda: GroupedQueryAttention(
+        HIDDEN, HEADS, num_kv_heads=2, gate=Gate("channel"), **OPTIONS | {"rope": Rope(8, axes=AXES)}
+    ),
+}
 COLUMNS = ("q_proj", "kv_b_proj")  # each rank makes KV heads whole, and reads its own
 
 
@@ -211,7 +220,7 @@ def answers(layers: list[nn.Module], cache: KVCache, heads_of: DeviceMesh | None
         with cache.step(tokens) as kv:
             x = torch.randn(*kv[0].positions.shape, HIDDEN, generator=draw)
             for layer, layer_cache in zip(layers, kv, strict=True):
-                yield whole(layer(x, kv=layer_cache), heads_of)
+                yield whole(layer(x, kv=layer_cache, **places(layer, kv[0].positions)), heads_of)
 
     a, b = cache.admit(2)
     yield from say({a: 23, b: 9})
@@ -226,6 +235,11 @@ def answers(layers: list[nn.Module], cache: KVCache, heads_of: DeviceMesh | None
     yield from say(19)
     yield from say(2)
     yield from say(1)
+
+
+def places(layer: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """The positions that a layer needs, because its rope has axes; a second one that runs half as fast."""
+    return {} if layer.rope.axes is None else {"positions": torch.stack((positions, positions // 2))}
 
 
 def whole(x: Tensor, heads_of: DeviceMesh | None) -> Tensor:

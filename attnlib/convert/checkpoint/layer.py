@@ -2,7 +2,8 @@
 
 Weights have attnlib's parameter names here, whatever their names on disk: ``q_proj.weight`` ``[h * d, m]``,
 ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``, and, if the model
-has them, biases and ``q_norm.weight``, ``k_norm.weight`` ``[d]``.
+has them, biases, ``q_norm.weight``, ``k_norm.weight`` ``[d]`` and an output gate ``g_proj.weight``
+``[h * d, m]``.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ class LayerShape:
     @property
     def rows(self) -> dict[str, int]:
         """The number of output channels of each projection, which are the rows of its weight."""
-        keys = self.kv_heads * self.head_dim
-        return {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": self.width}
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": self.width, "g_proj": q}
 
 
 @kind

@@ -35,6 +35,11 @@ class CheckpointModel:
         """The config.json of the model; for a vision-language model, the part about its text model."""
         return text_of(self.checkpoint.config)
 
+    @property
+    def depth(self) -> int:
+        """The number of layers, with and without attention."""
+        return _count(self.config, self.family.layers, self.family.sizes.layers)
+
     def stored(self, index: int) -> dict[str, TensorEntry]:
         """Return a layer's tensor entries by their names on disk, without the prefix of the layer."""
         layer = self.layers[index]
@@ -43,7 +48,9 @@ class CheckpointModel:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of computed keys and values: the dtype of the weights, or bf16 if that is fp8."""
-        entry = next(entry for name, entry in self.stored(0).items() if name.endswith("weight"))
+        entry = next(
+            entry for name, entry in self.stored(min(self.layers)).items() if name.endswith("weight")
+        )
         return entry.dtype if entry.dtype in DTYPES else torch.bfloat16
 
 
@@ -58,14 +65,18 @@ def read_model(checkpoint: Checkpoint) -> CheckpointModel:
     require_unpacked(checkpoint.config)
     family = family_of(config.get("model_type"))
     shape = shape_of(config, family)
-    if family.clip is not None and config.get(family.clip) is not None:
+    if family.refused is not None and config.get(family.refused) not in (None, False):
         raise CheckpointError(
-            f"{CONFIG}: {family.clip}: expected null, got {str(config[family.clip])[:80]}; "
-            "heads whose channels are clipped cannot be converted"
+            f"{CONFIG}: {family.refused}: expected null or false, got {str(config[family.refused])[:80]}; "
+            "a model with this option cannot be converted"
         )
     layers, unknown = find_layers(family, checkpoint.tensors)
     count = _count(config, family.layers, family.sizes.layers)
-    if sorted(layers) != list(range(count)):
+    # Layers beyond the last one, as in GLM 4.5, only predict further tokens.
+    for index in [index for index in layers if 0 <= index - count < _predicting(config)]:
+        further = layers.pop(index)
+        unknown += [further.prefix + name for name in further.stored]
+    if not (family.is_hybrid and layers and max(layers) < count) and sorted(layers) != list(range(count)):
         raise CheckpointError(f"{CONFIG}: {family.layers}: expected {len(layers)} as stored, got {count}")
     model = CheckpointModel(checkpoint, family, shape, layers, tuple(unknown))
     for index, layer in layers.items():
@@ -148,7 +159,8 @@ def edit_config(
 
 def has_key_norms(model: CheckpointModel) -> bool:
     """True if any layer normalizes its keys before computing scores."""
-    return any("k_norm" in name for layer in model.layers.values() for name in layer.stored)
+    disk = tuple(f"{name}." for name, ours in model.family.weights if ours == ("k_norm",))
+    return any(name.startswith(disk) for layer in model.layers.values() for name in layer.stored)
 
 
 def is_latent(config: Mapping[str, object]) -> bool:
@@ -173,6 +185,12 @@ def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:
     if isinstance(form, GroupedForm):
         return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
     return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
+
+
+def _predicting(config: Mapping[str, object]) -> int:
+    """Return the number of stored layers that only predict further tokens; transformers ignores them."""
+    found = config.get("num_nextn_predict_layers")
+    return found if type(found) is int else 0
 
 
 def _count(config: Mapping[str, object], key: str, absent: int | None, *, null: int | None = None) -> int:

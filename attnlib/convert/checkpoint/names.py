@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...models.families import SEEING, STORED, AttentionStorage, fused, parted
+from ...models.families import SEEING, STORED, UNCONVERTED, AttentionStorage, fused, known_types, parted
 from .errors import CheckpointError
 from .layer import LayerShape
 
 PARAMETERS = ("weight", "bias")
 TEXT = "text_config"
+PAGE = "docs/conversion_commands.md"
 BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # prefix of a text model in a larger model
 
 
@@ -48,12 +49,20 @@ def family_of(model_type: object) -> AttentionStorage:
     """Return how the model family with this ``model_type`` stores its attention weights.
 
     Raises:
-        CheckpointError: the model type is unknown, so more than its weight names may differ.
+        CheckpointError: the model type is unknown, so more than its weight names may differ; or the table
+            cannot describe its attention, and the message says why.
     """
-    if isinstance(model_type, str) and model_type in STORED:
-        return STORED[model_type]
-    known = ", ".join([*STORED, *SEEING])
-    raise CheckpointError(f"config.json: model_type: expected one of {known}, got {str(model_type)[:80]!r}")
+    kind = str(model_type)[:80]
+    if not isinstance(model_type, str) or model_type not in {**STORED, **UNCONVERTED}:
+        raise CheckpointError(
+            f"config.json: model_type: expected {known_types(kind, [*STORED, *SEEING], PAGE)}, got {kind!r}"
+        )
+    if model_type in UNCONVERTED:
+        raise CheckpointError(
+            f"config.json: model_type: {kind} cannot be converted, because {UNCONVERTED[kind]}; {PAGE} lists "
+            "the types that can"
+        )
+    return STORED[model_type]
 
 
 def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:

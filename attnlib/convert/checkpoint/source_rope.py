@@ -19,6 +19,17 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # all other families use KEYS
 KEYS = ("rope_theta", "partial_rotary_factor")
 LOCAL = "rope_local_base_freq"  # this field has the theta of sliding-window layers
+ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # here a "dynamic" rope with an alpha only has a larger theta
+ROTARY = "rotary_dim"  # released MiniMax-M2 files count the rotated channels
+# Without layer_types, every n-th layer has no window: the key of n, and its default.
+PATTERN = "sliding_window_pattern"
+EVERY = MappingProxyType(
+    {
+        "gemma3_text": (PATTERN, 6),
+        **dict.fromkeys(("cohere2", "olmo3", "exaone4", "exaone_moe"), (PATTERN, 4)),
+        "afmoe": ("global_attn_every_n_layers", 4),
+    }
+)
 
 
 def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | None:
@@ -60,6 +71,9 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
         )
     try:
         dim = int(shape_of(config, family).head_dim * share)
+        if fields["rope_type"] == "dynamic" and fields.get("alpha") and config["model_type"] in ALPHA:
+            stretch = fields["alpha"] ** (dim / (dim - 2))
+            fields |= {"rope_type": "default", "rope_theta": fields["rope_theta"] * stretch}
         scaling = scaling_of(fields, max_position=config.get("max_position_embeddings"))
         return Rope(dim, fields["rope_theta"], scaling, interleaved=family.rope == "interleaved")
     except KeyError as error:
@@ -76,7 +90,7 @@ def _fields(
     config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool
 ) -> dict[str, object]:
     """Return the rope fields in ``config``; missing fields have the defaults of transformers."""
-    given = config.get(key) or {}
+    given = config.get(key) or dict(family.scaled)
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(given)[:80]}")
     names, theta = OLD_KEYS.get(str(config["model_type"]), KEYS), family.theta
@@ -88,6 +102,8 @@ def _fields(
             f"{CONFIG}: {key}: expected one rope for all layers, got one for each layer type"
         )
     fields = {"rope_theta": theta, "partial_rotary_factor": family.share}
+    if config["model_type"] == "minimax_m2" and config.get(ROTARY) is not None:
+        fields["partial_rotary_factor"] = _count(config, ROTARY, 0) / shape_of(config, family).head_dim
     fields |= {
         name: config[own] for name, own in zip(KEYS, names, strict=True) if config.get(own) is not None
     }
@@ -121,13 +137,17 @@ def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Ma
 
 def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int) -> bool:
     """True if layer ``index`` rotates its queries and keys."""
+    if family.rope_layers == "sliding_window" and config.get("sliding_window", 0) is None:
+        return True
+    if family.rope_layers == "position_embedding_type":
+        return config.get(family.rope_layers) == "rope"
+    if family.rope_layers in ("layer_types", "sliding_window"):
+        return _has_window(config, index)
     if family.rope_layers is None:
         return True
-    if family.rope_layers == "layer_types":
-        return _has_window(config, index)
     listed = config.get(family.rope_layers)
     if listed is None:
-        return (index + 1) % _every(config, "no_rope_layer_interval", 4) != 0
+        return (index + 1) % _count(config, "no_rope_layer_interval", 4) != 0
     return bool(_entry(listed, index, family.rope_layers))
 
 
@@ -136,11 +156,11 @@ def _has_window(config: Mapping[str, object], index: int) -> bool:
     listed = config.get("layer_types")
     if listed is not None:
         return _entry(listed, index, "layer_types") == WINDOW
-    every = {"gemma3_text": 6, "cohere2": 4, "olmo3": 4}.get(str(config["model_type"]))
-    return every is not None and (index + 1) % _every(config, "sliding_window_pattern", every) != 0
+    every = EVERY.get(str(config["model_type"]))
+    return every is not None and (index + 1) % _count(config, *every) != 0
 
 
-def _every(config: Mapping[str, object], key: str, default: int) -> int:
+def _count(config: Mapping[str, object], key: str, default: int) -> int:
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not int or value < 1:

@@ -65,7 +65,8 @@ def grouped(
         raise RequestError(
             'align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"'
         )
-    recipe_for = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
+    options = {"reach": reach, "calibrated": calibrations is not None, "maps_values": not family.is_gated}
+    recipe_for = partial(recipe, merge, align, grouping, **options)
     try:
         neighbours(shape.kv_heads, kv_heads)
         recipe_for(maps_keys=alike)
@@ -80,6 +81,7 @@ def grouped(
         try:
             layer_recipe = recipe_for(maps_keys=alike and heads.gains is None)
             if align == "all":
+                _require_plain_norms(weights)
                 check_norm_weights(heads)
         except ValueError as error:
             raise RequestError(f"layer {shape.index}: {error}") from error
@@ -117,6 +119,14 @@ def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None
         return split(wide, head_dim=shape.head_dim, rope=rope)
     except ValueError as error:
         raise CheckpointError(f"layer {shape.index}: {error}; such heads cannot be merged") from error
+
+
+def _require_plain_norms(weights: Mapping[str, Tensor]) -> None:
+    if "k_norm.bias" in weights:
+        raise ValueError(
+            "align: norms of q and k with biases, which subtract a mean, do not commute with rotations of "
+            'keys; use align="values"'
+        )
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:

@@ -21,9 +21,13 @@ class Names(NamedTuple):
 KNOWN = (
     Names("embed_tokens", "layers", "norm"),
     Names("embed_tokens", "layers", "final_layer_norm"),
+    Names("embed_tokens", "layers", "final_layernorm"),
+    Names("embed_tokens", "layers", "embedding_norm"),
     Names("embed_in", "layers", "final_layer_norm"),
     Names("wte", "h", "ln_f"),
 )
+
+ROPES = ("rotary_emb", "pos_emb")  # names of the module that computes rotary angles
 
 
 def without_weights(checkpoint: Checkpoint) -> nn.Module:
@@ -37,8 +41,10 @@ def without_weights(checkpoint: Checkpoint) -> nn.Module:
             base = body_class_of(config)._from_config(config, dtype=torch.float32)
     base = getattr(base, "decoder", base)  # OPT wraps its decoder in another module
     # Buffers on the meta device have no values. attnlib's own rope module has no buffers.
-    if hasattr(base, "rotary_emb") and [*base.rotary_emb.buffers()]:
-        base.rotary_emb = type(base.rotary_emb)(config)
+    for name in ROPES:
+        rope = getattr(base, name, None)
+        if rope is not None and [*rope.buffers()]:
+            setattr(base, name, type(rope)(config))
     return base.eval()
 
 

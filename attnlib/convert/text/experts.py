@@ -10,6 +10,11 @@ RENAMED = (
     (".router.weight", ".router.layer.weight"),
     (".experts.gate_up_proj", ".input_linear.weight"),
     (".experts.down_proj", ".output_linear.weight"),
+    (".mlp.router.weight", ".block_sparse_moe.gate.weight"),
+    (".mlp.gate.", ".mlp."),
+    (".mlp.gate.", ".mlp.router.gate."),
+    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
 )
 SINGLE = MappingProxyType(
     {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}

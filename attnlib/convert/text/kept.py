@@ -74,6 +74,7 @@ class CalibrationStore:
         self.title: str | None = title  # title of the progress bar; None hides it
         self._advance: Callable[[], object] = lambda: None
         self._stored: LayerFolder | None = None
+        self._numbers = [*model.layers]  # the folder counts only layers with attention
         with advised():
             self._running: TextCalibration | None = TextCalibration(
                 model, tokens, device, advance=lambda: self._advance()
@@ -93,7 +94,7 @@ class CalibrationStore:
 
     def __call__(self, index: int) -> Calibration:
         self._prepare()
-        return self._stored.calibration(index)
+        return self._stored.calibration(self._numbers.index(index))
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
         """Return the measurements that :meth:`remember` stored under the key ``asked``, or None."""
@@ -135,12 +136,12 @@ class CalibrationStore:
         with bar(self.title, samples * stored.count, " samples x layers", done=samples * skipped) as shown:
             self._advance = shown.update
             for index in [*stored.lost]:
-                stored.replace(index, self._running(index))
+                stored.replace(index, self._running(self._numbers[index]))
             if again < stored.reached < stored.count:
-                self._running.go_on(stored.reached, stored.states())
+                self._running.go_on(self._numbers[stored.reached - 1] + 1, stored.states())
             since = monotonic()
             for index in range(len(stored.layers), stored.count):
-                stored.add(self._running(index))
+                stored.add(self._running(self._numbers[index]))
                 states = self._running.states
                 if index + 1 < stored.count and monotonic() - since > sum(x.nbytes for x in states) / PACE:
                     stored.reach(states)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...checkpoint_files.folder import Checkpoint, StoredTensor
 from ..checkpoint.errors import CheckpointError
-from .decoder import names_of, prefix_of, without_weights
+from .decoder import ROPES, names_of, prefix_of, without_weights
 from .experts import Parts, parts_of
 
 
@@ -31,8 +31,9 @@ class TextLayers:
         self.device: torch.device | str = device
         self._base = without_weights(checkpoint)
         self._names = names_of(self._base)
-        if hasattr(self._base, "rotary_emb"):
-            self._base.rotary_emb.to(device)
+        for name in ROPES:
+            if getattr(self._base, name, None) is not None:
+                getattr(self._base, name).to(device)
         self._prefix = prefix_of(checkpoint, self._names)
         self._arguments: list[_Arguments] = []
         for index, layer in enumerate(self._layers):
@@ -135,14 +136,15 @@ class TextLayers:
         Raises:
             CheckpointError: a weight is missing or has the wrong size.
         """
+        wanted = module.state_dict()  # parameters and buffers
         for name, parts in self._stored(module, prefix).items():
             # Copy weights to new memory, because the alignment of a matrix affects rounding in its products.
-            weight = torch.empty_like(module.get_parameter(name), dtype=torch.float32, device=self.device)
+            weight = torch.empty_like(wanted[name], dtype=torch.float32, device=self.device)
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
-                start = 0
+                row, start = torch.atleast_1d(row), 0
                 # Transfer in the stored dtype, which is often smaller than fp32, and convert on the device.
-                for part in map(self.tensor, names):
+                for part in map(torch.atleast_1d, map(self.tensor, names)):
                     row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
 
@@ -209,6 +211,8 @@ def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, 
 
     Rows are stacked only if ``stacked``. The result is () if the shapes do not fit together.
     """
+    if () in shapes[0]:  # a number
+        return ()
     rows = {(sum(shape[0] for shape in row), *row[0][1:]) for row in shapes}
     tails = {shape[1:] for row in shapes for shape in row}
     if len(rows) != 1 or len(tails) != 1:

@@ -75,9 +75,11 @@ class TextCalibration:
                 side_by_side(self.device) as workers,
                 _quick_products(self.device),
             ):
-                found = observe(
-                    layer, layer.get_submodule(first), states, workers=workers, advance=self.advance
-                )
+                # Nobody reads the calibration of a layer without attention, so any module will do.
+                has_attention = index in self.model.layers
+                seen = layer.get_submodule(first) if has_attention else layer
+                advance = self.advance if has_attention else lambda: None
+                found = observe(layer, seen, states, workers=workers, advance=advance)
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise

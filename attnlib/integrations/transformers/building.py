@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...masks.band import CAUSAL, AnyMask, Mask, sliding
 from ...masks.ready_made import chunked
+from ...models.families import known_types
 from ...rope.axes import Axes
 from ...rope.rope import Rope
 from ...rope.scaling import scaling_of
@@ -17,6 +18,8 @@ from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm
 from .values import ScaledValueAttention
 from .weights import to_ours
+
+PAGE = "docs/transformers.md"
 
 
 def family_of(config: Any, part: str) -> Family:
@@ -32,9 +35,9 @@ def family_of(config: Any, part: str) -> Family:
             "model with its own layers"
         )
     if family is None:
-        known = sorted({name if at == "self" else f"{name} ({at})" for name, at in FAMILIES})
+        known = known_types(config.model_type, [name for name, at in FAMILIES if at == part], PAGE)
         raise NotImplementedError(
-            f"config: expected one of {', '.join(known)}, got {config.model_type!r} ({part}); "
+            f"config: model_type: expected {known}, got {config.model_type!r} ({part}); "
             'other models can use attn_implementation="attnlib" with their own layers'
         )
     return family
@@ -142,9 +145,13 @@ def _axes(family: Family, fields: Mapping[str, Any], pairs: int) -> Axes | None:
 def _rotates(family: Family, config: Any, index: int) -> bool:
     if family.rotates is not None:
         return family.rotates(config, index)
-    if family.rope_layers is None:
+    if family.rope_layers is None or (
+        family.rope_layers == "sliding_window" and config.sliding_window is None
+    ):
         return True
-    if family.rope_layers == "layer_types":
+    if family.rope_layers == "position_embedding_type":
+        return config.position_embedding_type == "rope"
+    if family.rope_layers in ("layer_types", "sliding_window"):
         return layer_type(config, index) == "sliding_attention"
     return bool(getattr(config, family.rope_layers)[index])
 

@@ -57,13 +57,8 @@ GRANITE = MappingProxyType(
     {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
 )
 GATED = (*NORMED, *alike("g_proj"))
-# The rows of each head in q_proj are those of its query, then those of its gate.
-QWEN3_NEXT = Family(
-    weights=(("q_proj", ("q_proj", "g_proj")), *NORMED[1:]),
-    is_by_head=True,
-    rotates_part=True,
-    norm=OffsetRMSNorm,
-    gate=lambda config: Gate("channel", bias=config.attention_bias),
+QWEN3_NEXT = MappingProxyType(
+    {"norm": OffsetRMSNorm, "gate": lambda config: Gate("channel", bias=config.attention_bias)}
 )
 QWEN2_VL = MappingProxyType({**QWEN2, "axes": "blocks", "sections": (16, 24, 24)})
 SEES = Family(
@@ -79,42 +74,31 @@ SEES = Family(
     output_bias=True,
     dropout=None,
 )
-QWEN3_VL = Family(weights=NORMED, norm=HeadRMSNorm, axes="interleaved", sections=(24, 20, 20))
-QWEN3_5 = replace(QWEN3_NEXT, axes="interleaved", sections=(11, 11, 10))
-GLM4V = Family(
-    head_dim=None,
-    rotates_part=True,
-    rope="interleaved",
-    bias=True,
-    output_bias=False,
-    axes="blocks",
-    sections=(8, 12, 12),
-)
+QWEN3_VL = MappingProxyType({"norm": HeadRMSNorm, "axes": "interleaved", "sections": (24, 20, 20)})
+QWEN3_5 = MappingProxyType({**QWEN3_NEXT, "axes": "interleaved", "sections": (11, 11, 10)})
+GLM4V = MappingProxyType({"output_bias": False, "axes": "blocks", "sections": (8, 12, 12)})
 GLM4V_SEES = replace(SEES, bias="attention_bias", output_bias=False, dropout="attention_dropout")
-GLM4 = replace(stored("glm4"), output_bias=False)
-ERNIE = Family(bias="use_bias", output_bias="use_bias", rope="interleaved", dropout=None)
-EXAONE = Family(
-    weights=NORMED,
-    norm=HeadRMSNorm,
-    bias=False,
-    output_bias=False,
-    window="layer_types",
-    rotates=lambda config, index: config.sliding_window is None or is_sliding(config, index),
+ERNIE = MappingProxyType({"bias": "use_bias", "output_bias": "use_bias", "dropout": None})
+EXAONE = MappingProxyType({"norm": HeadRMSNorm, "bias": False, "output_bias": False, "window": "layer_types"})
+HUNYUAN = MappingProxyType({"norm": HeadRMSNorm, "norm_after_rope": True})
+PHI = MappingProxyType(
+    {
+        "bias": True,
+        "output_bias": True,
+        "norm": BiasedLayerNorm,
+        "norm_if": "qk_layernorm",
+        "norm_eps": "layer_norm_eps",
+    }
 )
-HUNYUAN = Family(
-    norm=HeadRMSNorm,
-    norm_after_rope=True,
-    weights=(*GROUPED, ("query_layernorm", ("q_norm",)), ("key_layernorm", ("k_norm",))),
-)
-QK_LAYERNORM = (("q_layernorm", ("q_norm",)), ("k_layernorm", ("k_norm",)))
-LFM2 = Family(
-    weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",)), *QK_LAYERNORM),
-    bias=False,
-    output_bias=False,
-    norm=HeadRMSNorm,
-    norm_eps="norm_eps",
-    dropout=None,
-    reads=("full_attn_idxs",),  # the config converts it to layer_types
+LFM2 = MappingProxyType(
+    {
+        "bias": False,
+        "output_bias": False,
+        "norm": HeadRMSNorm,
+        "norm_eps": "norm_eps",
+        "dropout": None,
+        "reads": ("full_attn_idxs",),  # the config converts it to layer_types
+    }
 )
 DEEPSEEK = Family(
     is_latent=True,
@@ -153,32 +137,34 @@ WHISPER = Family(
 FAMILIES = MappingProxyType(
     {
         ("llama", "self"): LLAMA,
-        ("arcee", "self"): LLAMA,
-        ("jais2", "self"): LLAMA,
-        ("apertus", "self"): Family(weights=NORMED, norm=HeadRMSNorm),
-        ("hy_v3", "self"): Family(weights=NORMED, norm=HeadRMSNorm),
-        ("seed_oss", "self"): Family(output_bias="attention_out_bias", residual_dropout="residual_dropout"),
-        ("ernie4_5", "self"): ERNIE,
-        ("ernie4_5_moe", "self"): ERNIE,
+        ("arcee", "self"): stored("arcee"),
+        ("jais2", "self"): stored("jais2"),
+        ("apertus", "self"): replace(stored("apertus"), norm=HeadRMSNorm),
+        ("hy_v3", "self"): replace(stored("hy_v3"), norm=HeadRMSNorm),
+        ("seed_oss", "self"): replace(
+            stored("seed_oss"), output_bias="attention_out_bias", residual_dropout="residual_dropout"
+        ),
+        ("ernie4_5", "self"): replace(stored("ernie4_5"), **ERNIE),
+        ("ernie4_5_moe", "self"): replace(stored("ernie4_5_moe"), **ERNIE),
         ("mistral", "self"): replace(stored("mistral"), **MISTRAL),
         ("mixtral", "self"): replace(stored("mixtral"), **MISTRAL),
-        ("ministral", "self"): Family(**MISTRAL | {"window": "layer_types"}),
-        ("cwm", "self"): Family(**MISTRAL | {"window": "layer_types"}),
-        ("phimoe", "self"): Family(window="sliding_window"),
-        ("ministral3", "self"): Family(
-            **MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
+        ("ministral", "self"): replace(stored("ministral"), **MISTRAL | {"window": "layer_types"}),
+        ("cwm", "self"): replace(stored("cwm"), **MISTRAL | {"window": "layer_types"}),
+        ("phimoe", "self"): replace(stored("phimoe"), window="sliding_window"),
+        ("ministral3", "self"): replace(
+            stored("ministral3"), **MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),
         ("qwen2", "self"): replace(stored("qwen2"), **QWEN2),
         ("qwen2_moe", "self"): replace(stored("qwen2_moe"), **QWEN2 | {"bias": "qkv_bias"}),
         ("qwen3", "self"): replace(stored("qwen3"), norm=HeadRMSNorm, window="layer_types"),
         ("qwen3_moe", "self"): replace(stored("qwen3_moe"), norm=HeadRMSNorm, window="sliding_window"),
-        ("dots1", "self"): Family(weights=NORMED, norm=HeadRMSNorm, window="layer_types"),
-        ("mellum", "self"): Family(weights=NORMED, norm=HeadRMSNorm, window="layer_types"),
-        ("exaone4", "self"): EXAONE,
-        ("exaone_moe", "self"): EXAONE,
-        ("qwen3_next", "self"): QWEN3_NEXT,
-        ("qwen3_5_text", "self"): QWEN3_5,
-        ("qwen3_5_moe_text", "self"): QWEN3_5,
+        ("dots1", "self"): replace(stored("dots1"), norm=HeadRMSNorm, window="layer_types"),
+        ("mellum", "self"): replace(stored("mellum"), norm=HeadRMSNorm, window="layer_types"),
+        ("exaone4", "self"): replace(stored("exaone4"), **EXAONE),
+        ("exaone_moe", "self"): replace(stored("exaone_moe"), **EXAONE),
+        ("qwen3_next", "self"): replace(stored("qwen3_next"), **QWEN3_NEXT),
+        ("qwen3_5_text", "self"): replace(stored("qwen3_5_text"), **QWEN3_5),
+        ("qwen3_5_moe_text", "self"): replace(stored("qwen3_5_moe_text"), **QWEN3_5),
         ("qwen2_vl_text", "self"): replace(stored("qwen2_vl_text"), **QWEN2_VL),
         ("qwen2_5_vl_text", "self"): replace(stored("qwen2_5_vl_text"), **QWEN2_VL),
         ("qwen2_vl_vision", "self"): replace(SEES, width="embed_dim", reads=("hidden_size",)),
@@ -191,24 +177,15 @@ FAMILIES = MappingProxyType(
         ("glm4v_vision", "self"): GLM4V_SEES,
         ("glm4v_moe_vision", "self"): GLM4V_SEES,
         ("ernie4_5_vl_moe_vision", "self"): SEES,
-        ("qwen3_vl_text", "self"): QWEN3_VL,
-        ("qwen3_vl_moe_text", "self"): QWEN3_VL,
-        ("glm4v_text", "self"): GLM4V,
-        ("glm4v_moe_text", "self"): replace(GLM4V, head_dim="head_dim", rope="half", bias="attention_bias"),
-        ("ernie4_5_vl_moe_text", "self"): Family(
-            rope="interleaved",
-            bias="use_bias",
-            output_bias="use_bias",
-            axes="alternating",
-            sections=(22, 22, 20),
-            dropout=None,
+        ("qwen3_vl_text", "self"): replace(stored("qwen3_vl_text"), **QWEN3_VL),
+        ("qwen3_vl_moe_text", "self"): replace(stored("qwen3_vl_moe_text"), **QWEN3_VL),
+        ("glm4v_text", "self"): replace(stored("glm4v_text"), **GLM4V, bias=True),
+        ("glm4v_moe_text", "self"): replace(stored("glm4v_moe_text"), **GLM4V),
+        ("ernie4_5_vl_moe_text", "self"): replace(
+            stored("ernie4_5_vl_moe_text"), **ERNIE, axes="alternating", sections=(22, 22, 20)
         ),
-        ("afmoe", "self"): Family(
-            weights=(*NORMED, ("gate_proj", ("g_proj",))),
-            norm=HeadRMSNorm,
-            window="layer_types",
-            rope_layers="layer_types",
-            gate=lambda _: Gate("channel"),
+        ("afmoe", "self"): replace(
+            stored("afmoe"), norm=HeadRMSNorm, window="layer_types", gate=lambda _: Gate("channel")
         ),
         ("laguna", "self"): Family(
             weights=GATED,
@@ -234,7 +211,7 @@ FAMILIES = MappingProxyType(
         ("gemma2", "self"): replace(
             stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS
         ),
-        ("vaultgemma", "self"): Family(**GEMMA2, softcap="attn_logit_softcapping"),
+        ("vaultgemma", "self"): replace(stored("vaultgemma"), **GEMMA2, softcap="attn_logit_softcapping"),
         ("gemma3_text", "self"): replace(
             stored("gemma3_text"),
             **GEMMA2,
@@ -247,45 +224,18 @@ FAMILIES = MappingProxyType(
         ("gemma4_unified_text", "self"): GEMMA4,
         ("embedding_gemma2_text", "self"): EMBEDDING_GEMMA2,
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
-        ("phi", "self"): Family(
-            weights=(*alike("q_proj", "k_proj", "v_proj"), ("dense", ("o_proj",)), *QK_LAYERNORM),
-            bias=True,
-            output_bias=True,
-            rotates_part=True,
-            norm=BiasedLayerNorm,
-            norm_if="qk_layernorm",
-            norm_eps="layer_norm_eps",
-        ),
-        ("persimmon", "self"): Family(
-            weights=(
-                ("query_key_value", ("q_proj", "k_proj", "v_proj")),
-                ("dense", ("o_proj",)),
-                *QK_LAYERNORM,
-            ),
-            is_by_head=True,
-            kv_heads=None,
-            head_dim=None,
-            bias=True,
-            output_bias=True,
-            rotates_part=True,
-            norm=BiasedLayerNorm,
-            norm_if="qk_layernorm",
-            norm_eps="layer_norm_eps",
-        ),
-        ("glm4", "self"): GLM4,
-        ("glm", "self"): GLM4,
-        ("helium", "self"): Family(rope="interleaved", output_bias=False),
-        ("solar_open", "self"): Family(output_bias=False),
-        ("nemotron", "self"): Family(rotates_part=True, reads=("norm_eps",)),
-        ("stablelm", "self"): Family(
-            bias="use_qkv_bias",
-            output_bias=False,
-            head_dim=None,
-            rotates_part=True,
-            fixed=(("qk_layernorm", False),),
+        ("phi", "self"): replace(stored("phi"), **PHI),
+        ("persimmon", "self"): replace(stored("persimmon"), **PHI),
+        ("glm4", "self"): replace(stored("glm4"), output_bias=False),
+        ("glm", "self"): replace(stored("glm"), output_bias=False),
+        ("helium", "self"): replace(stored("helium"), output_bias=False),
+        ("solar_open", "self"): replace(stored("solar_open"), output_bias=False),
+        ("nemotron", "self"): replace(stored("nemotron"), reads=("norm_eps",)),
+        ("stablelm", "self"): replace(
+            stored("stablelm"), bias="use_qkv_bias", output_bias=False, fixed=(("qk_layernorm", False),)
         ),
         ("glm4_moe", "self"): replace(
-            GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED
+            stored("glm4_moe"), output_bias=False, norm=HeadRMSNorm, norm_if="use_qk_norm"
         ),
         ("cohere", "self"): replace(
             stored("cohere"), norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps"
@@ -298,16 +248,15 @@ FAMILIES = MappingProxyType(
             reads=("rope_theta", "rope_scaling", "prefix_dense_sliding_window_pattern"),
         ),
         ("olmo2", "self"): replace(stored("olmo2"), norm=WideRMSNorm),
-        ("flex_olmo", "self"): Family(weights=NORMED, norm=WideRMSNorm),
-        ("minimax_m2", "self"): Family(
-            weights=NORMED,
+        ("flex_olmo", "self"): replace(stored("flex_olmo"), norm=WideRMSNorm),
+        ("minimax_m2", "self"): replace(
+            stored("minimax_m2"),
             norm=WideRMSNorm,
             bias=False,
             output_bias=False,
-            rotates_part=True,
             reads=("rotary_dim",),  # the config converts it to partial_rotary_factor
         ),
-        ("olmoe", "self"): Family(weights=NORMED, norm=WideRMSNorm, fixed=(("clip_qkv", None),)),
+        ("olmoe", "self"): replace(stored("olmoe"), norm=WideRMSNorm, fixed=(("clip_qkv", None),)),
         ("olmo_hybrid", "self"): Family(
             weights=NORMED,
             norm=WideRMSNorm,
@@ -317,12 +266,9 @@ FAMILIES = MappingProxyType(
         ("olmo", "self"): replace(stored("olmo"), fixed=(("clip_qkv", None),)),
         ("granite", "self"): replace(stored("granite"), **GRANITE),
         ("granitemoe", "self"): replace(stored("granitemoe"), **GRANITE),
-        ("granitemoeshared", "self"): Family(**GRANITE),
-        ("granitemoehybrid", "self"): Family(
-            **GRANITE | {"reads": ("attention_multiplier", "position_embedding_type")},
-            rotates=lambda config, _: config.position_embedding_type == "rope",
-        ),
-        ("hyperclovax", "self"): Family(**GRANITE),
+        ("granitemoeshared", "self"): replace(stored("granitemoeshared"), **GRANITE),
+        ("granitemoehybrid", "self"): replace(stored("granitemoehybrid"), **GRANITE),
+        ("hyperclovax", "self"): replace(stored("hyperclovax"), **GRANITE),
         ("starcoder2", "self"): replace(
             stored("starcoder2"),
             **MISTRAL | {"bias": "use_bias", "output_bias": "use_bias"},
@@ -340,10 +286,10 @@ FAMILIES = MappingProxyType(
             weights=(*GROUPED, ("", ("sinks",))),
             reads=("v_head_dim",),
         ),
-        ("hunyuan_v1_dense", "self"): HUNYUAN,
-        ("hunyuan_v1_moe", "self"): HUNYUAN,
-        ("lfm2", "self"): LFM2,
-        ("lfm2_moe", "self"): LFM2,
+        ("hunyuan_v1_dense", "self"): replace(stored("hunyuan_v1_dense"), **HUNYUAN),
+        ("hunyuan_v1_moe", "self"): replace(stored("hunyuan_v1_moe"), **HUNYUAN),
+        ("lfm2", "self"): replace(stored("lfm2"), **LFM2),
+        ("lfm2_moe", "self"): replace(stored("lfm2_moe"), **LFM2),
         ("llama4_text", "self"): Family(
             rope="interleaved",
             rope_layers="no_rope_layers",
@@ -409,8 +355,8 @@ FAMILIES = MappingProxyType(
         ),
         ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
         ("bamba", "self"): Family(rotates_part=True, reads=("attn_layer_indices",)),
-        ("jamba", "self"): Family(
-            bias=False, output_bias=False, rope=None, reads=("attn_layer_period", "attn_layer_offset")
+        ("jamba", "self"): replace(
+            stored("jamba"), bias=False, output_bias=False, reads=("attn_layer_period", "attn_layer_offset")
         ),
         ("minimax", "self"): Family(bias=False, output_bias=False, window="sliding_window"),
         ("nemotron_h", "self"): Family(

@@ -28,10 +28,10 @@ def unknown():
 
 
 @pytest.mark.parametrize(("s", "t", "mask"), [(17, 17, CAUSAL), (1, 65, CAUSAL), (33, 65, FULL)])
-@pytest.mark.parametrize("bounds", [(), ("key_starts",)])
+@pytest.mark.parametrize("options", [(), ("bounds",)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_calls_are_the_same(s, t, mask, bounds, dtype, unknown):
-    problem = make(3, s, t, 4, 2, 8, mask=mask, options=bounds, dtype=dtype)
+def test_calls_are_the_same(s, t, mask, options, dtype, unknown):
+    problem = make(3, s, t, 4, 2, 8, mask=mask, options=options, dtype=dtype)
     leaves, (dout, _) = [x.requires_grad_() for x in problem.leaves], problem.directions()
 
     def solve():

@@ -33,8 +33,8 @@ class DecodeShapes:
         )  # fmt: skip
         takes = key.hopper and a.mask_program is a.score_program is None
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
-        # A TMA descriptor must load at least 16 bytes of scales at once. For keys and values, it loads the
-        # scales of 8 KV heads.
+        # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
+        # values, it loads the scales of 8 KV heads, because a program decodes up to 8 of them together.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
