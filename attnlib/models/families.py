@@ -79,7 +79,7 @@ class AttentionStorage:
     share: float = 1.0  # fraction of each head's channels to rotate by default
     window_theta: float | None = None  # theta of layers with a window, if different
     scaled: tuple[tuple[str, object], ...] = ()  # the rope parameters of a config.json that has none
-    # The key of an option that no conversion supports: a limit that q, k and v are clipped to, ...
+    # The key of an option that no conversion supports, such as a limit that q, k and v are clipped to.
     refused: str | None = None
 
     @property
@@ -340,19 +340,19 @@ SEEING: Mapping[str, str] = MappingProxyType(
     }
 )
 
-NO_MLA = "its attention is latent already"
-FEW_HEADS = "the number of heads differs between its layers"
-SHARED = "its last layers read the keys of earlier ones"
-SINKS = "its attention has sinks"
+IS_LATENT = "its attention is latent already"
+HEADS_DIFFER = "the number of heads differs between its layers"
+SHARES_KEYS = "its last layers read the keys of earlier ones"
+HAS_SINKS = "its attention has sinks"
 # Why no entry of STORED can describe a model type whose layers attnlib has.
 UNCONVERTED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"), NO_MLA),
-        **dict.fromkeys(("mistral4", "minicpm3"), NO_MLA),
-        **dict.fromkeys(("laguna", "step3p5", "step3p7"), FEW_HEADS),
-        **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARED),
-        **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), SHARED),
-        **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), SINKS),
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"), IS_LATENT),
+        **dict.fromkeys(("mistral4", "minicpm3"), IS_LATENT),
+        **dict.fromkeys(("laguna", "step3p5", "step3p7"), HEADS_DIFFER),
+        **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARES_KEYS),
+        **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), SHARES_KEYS),
+        **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), HAS_SINKS),
         **dict.fromkeys(("minimax", "nemotron_h"), "its recurrent layers have the names of attention"),
         "bamba": "its decoder layers return more than hidden states",
         "olmo_hybrid": "a null theta in its config.json switches off the rope",

@@ -109,7 +109,7 @@ def test_four_gigabytes_take_three_copies_at_most_and_little_memory(tmp_path):
     copying = time.perf_counter() - start
     shutil.rmtree(tmp_path / "copy")
     code = (
-        "import test_checkpoint_large as t; "
+        "from tests.convert import test_checkpoint_large as t; "
         f"t.measured_conversion({str(source)!r}, {str(tmp_path / 'out')!r})"
     )
     run = in_python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -176,7 +176,8 @@ def test_four_gigabytes_over_text_take_little_memory(decoder, tmp_path, options)
     given = (str(decoder), str(tmp_path / "out"), *options)
     start = time.perf_counter()
     run = in_python(
-        f"import test_checkpoint_large as t; t.measured_command(*{given})", stdout=subprocess.PIPE
+        f"from tests.convert import test_checkpoint_large as t; t.measured_command(*{given})",
+        stdout=subprocess.PIPE,
     )
     printed, _ = run.communicate()
     assert run.returncode == 0

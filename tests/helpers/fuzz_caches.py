@@ -209,7 +209,11 @@ def entering(name, legal_call, legal, words=()):
 
 
 def step_is_legal(used, a):
-    return is_bool(a["replay"]) and a["replay"] and fits(used, a)
+    """Nobody appends here, so without a replay a step must have no tokens."""
+    if not (is_bool(a["replay"]) and fits(used, a)):
+        return False
+    tokens = a["tokens"]
+    return bool(a["replay"] or not (sum(tokens.values()) if isinstance(tokens, Mapping) else tokens))
 
 
 CACHES = {

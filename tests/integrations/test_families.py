@@ -100,6 +100,7 @@ def changes(family, config):
 
 def is_said(name, other, family, config) -> bool:
     """Whether anything depends on the entry."""
+    changed = dataclasses.replace(family, **{name: other})
     if family.is_latent and name not in OF_LATENTS:
         return False
     if name == "rope" and family.rope == "rope_interleave":
@@ -109,10 +110,7 @@ def is_said(name, other, family, config) -> bool:
     if name == "is_causal" and config.model_type == "phimoe":  # its window comes with a mask of all pairs
         return False
     if name == "rotates":
-        changed = dataclasses.replace(family, rotates=other)
-        layers = range(config.num_hidden_layers)
-        says = [[building._rotates(x, config, n) for n in layers] for x in (family, changed)]
-        return family.rope is not None and says[0] != says[1]
+        return family.rope is not None and rotated(family, config) != rotated(changed, config)
     if name == "is_by_head":
         return any(len(ours) > 1 for _, ours in family.weights)
     if name == "norm_eps":
@@ -122,7 +120,9 @@ def is_said(name, other, family, config) -> bool:
     if name == "rope_layers":
         if family.rope is None or family.rotates is not None:
             return False
-        return other != "layer_types" or hasattr(config, "layer_types")
+        if other is not None and not hasattr(config, other):  # a model cannot be made
+            return other != "layer_types"
+        return rotated(family, config) != rotated(changed, config)
     if name == "window":
         if (
             family.norm is PlainRMSNorm
@@ -134,6 +134,11 @@ def is_said(name, other, family, config) -> bool:
     if name == "norm" and other is PlainRMSNorm:
         return family.norm is not None
     return getattr(family, name) or name not in ("rotates_part", "temperature")
+
+
+def rotated(family, config) -> list[bool]:
+    """The layers that have a rope."""
+    return [building._rotates(family, config, n) for n in range(config.num_hidden_layers)]
 
 
 @pytest.mark.parametrize("family", OTHERS_OF_RECENT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     and_masks,
@@ -148,3 +148,12 @@ def test_what_is_not_there_is_refused(name):
     ):
         attention_forward(CAUSAL, q, q, q, None, **{name: True})
     attention_forward(CAUSAL, q, q, q, None, anything="else")
+
+
+def test_a_cache_that_the_model_has_read_is_ignored():
+    """Kosmos-2 hands it to its image encoder, too."""
+    q = torch.randn(1, 2, 3, 8)
+    found, expected = (
+        attention_forward(CAUSAL, q, q, q, None, **x)[0] for x in ({"cache": DynamicCache()}, {})
+    )
+    assert torch.equal(found, expected)

@@ -194,7 +194,7 @@ GROUPED = {
         HIDDEN, HEADS, num_kv_heads=2, gate=Gate("channel"), **OPTIONS | {"rope": Rope(8, axes=AXES)}
     ),
 }
-COLUMNS = ("q_proj", "kv_b_proj")  # each rank makes KV heads whole, and reads its own
+COLUMNS = ("q_proj", "kv_b_proj", "g_proj")  # each rank makes KV heads whole, and reads its own
 
 
 def made(makers: dict) -> list[nn.Module]:

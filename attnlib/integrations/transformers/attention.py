@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ...functional import attention, cached_attention, varlen_attention
 from ...internal.padding import are_holed, edges_of
@@ -17,7 +18,8 @@ from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 from .pages import attention_to_pages, pages_of
 
-# transformers may pass these arguments, but attnlib does not support them: they must be None or False.
+# transformers may pass these arguments, but attnlib does not support them: they must be None or False, or a
+# Cache, which has given its keys and values to the model already.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
 # attnlib ignores these arguments, because the model itself has applied them or uses them elsewhere.
 HARMLESS = MappingProxyType(
@@ -104,7 +106,7 @@ def attention_forward(
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for an argument that attnlib does not support; the message names it."""
     for name, value in given.items():
-        if name in REFUSED and not (value is None or value is False):
+        if name in REFUSED and not (value is None or value is False or isinstance(value, Cache)):
             raise NotImplementedError(
                 f'{name}: attn_implementation="attnlib" does not support it; use "eager"'
             )
