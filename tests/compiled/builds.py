@@ -138,6 +138,19 @@ def hopper_entries() -> Iterator[Build]:
         for option in ("softcap", "slopes", "sinks"):
             yield Build("forward", 90, head, "fp8", hopper=True, **{option: True})
     yield Build("backward_keys", 90, (256, 256), softcap=True, hopper=True)
+    yield from wide_hopper_entries()
+
+
+def wide_hopper_entries() -> Iterator[Build]:
+    """Hopper's own kernels for heads of 257 to 512 channels, and all that changes their loops."""
+    for kernel in ("forward", "backward_values", *KERNELS[2:]):
+        for mask in MASKS:
+            yield Build(kernel, 90, WIDE[0], mask=mask, hopper=True)
+        for rows in ROWS[1:]:
+            yield Build(kernel, 90, WIDE[0], rows=rows, hopper=True)
+        for option in ("softcap", "sinks") if kernel == "forward" else ("softcap",):
+            yield Build(kernel, 90, WIDE[0], hopper=True, **{option: True})
+    yield Build("forward", 90, WIDE[0], slopes=True, hopper=True)
 
 
 def product() -> Iterator[Build]:

@@ -55,10 +55,11 @@ class Loop(NamedTuple):
 
 def _forward(constants: dict) -> tuple[Loop, ...]:
     """A loop for each consumer: scores, the product before them, and softmax between the waits for these
-    two.
+    two. The partner of a wide head has no scores.
     """
-    channels = constants["D_MAIN"] + constants["D_TAIL"]
-    return (Loop((channels + constants["BLOCK_N"]) // DEPTH, waits=(1, 0)),) * constants["CONSUMERS"]
+    channels, keys = constants["D_MAIN"] + constants["D_TAIL"], constants["BLOCK_N"]
+    partner = (Loop(keys // DEPTH, waits=(0,), softmax=False),) * bool(constants["E_TAIL"])
+    return (Loop((channels + keys) // DEPTH, waits=(1, 0)),) * constants["CONSUMERS"] + partner
 
 
 def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
@@ -85,6 +86,13 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
     return Loop(24, (0, 1, 0), softmax=False), Loop(24, (0, 1, 0))
 
 
+def _backward_upto_512(constants: dict) -> tuple[Loop, ...]:
+    """The leader's loop, of one or two products for the weights and one for its sums, and the partner's."""
+    rows, made = constants["BLOCK_M"], 1 if constants["OF"] == "dv" else 2
+    leader = Loop((made * 512 + rows) // DEPTH, waits=(0, 0), under_product=False)
+    return leader, Loop(rows // DEPTH, waits=(0,), softmax=False)
+
+
 def _decode_mla(constants: dict) -> tuple[Loop, ...]:
     """A loop for each consumer. Of 64 rows, the consumers of even and of odd tiles wait in another order; of
     16 rows in int8 or fp8, each tile comes in two chunks.
@@ -109,6 +117,7 @@ EXPECTED = MappingProxyType(
         "forward": _forward,
         "forward_fp8": _forward_fp8,
         "backward": _backward,
+        "backward_upto_512": _backward_upto_512,
         "finish_queries": lambda constants: (),
         "decode_mla": _decode_mla,
         "decode_gqa": _decode_gqa,
@@ -165,6 +174,17 @@ SPILLING = MappingProxyType(
             "forward d192/128 bf16 causal Hopper, slopes": 6,
             "forward d192/128 bf16 causal Hopper relative": 18,
             "forward d256 bf16 causal Hopper relative": 13,
+            "forward d512 bf16 causal Hopper": 1,
+            "forward d512 bf16 left Hopper": 1,
+            "forward d512 bf16 sliding Hopper": 1,
+            "forward d512 bf16 prefix Hopper": 1,
+            "forward d512 bf16 causal Hopper, softcap": 1,
+            "forward d512 bf16 causal Hopper, sinks": 1,
+            "forward d512 bf16 causal Hopper, slopes": 1,
+            "forward d512 bf16 causal starts Hopper": 5,
+            "forward d512 bf16 causal ends Hopper": 5,
+            "forward d512 bf16 causal starts and ends Hopper": 5,
+            "forward d512 bf16 causal packed Hopper": 3,
             "decode 128 x d512+64 bf16 causal": 1,
             "decode 128 x d512+64 bf16 causal 4 tokens": 1,
             "decode 16 x d512+64 bf16 causal 2 tokens": 1,

@@ -164,7 +164,7 @@ def test_spills_that_are_known_are_allowed_and_no_more():
 def launch(
     name: str = "forward", module: str = "attnlib.backends._triton.kernels.hopper.forward"
 ) -> SimpleNamespace:
-    constants = {"D_MAIN": 16, "D_TAIL": 16, "BLOCK_N": 32, "CONSUMERS": 2}
+    constants = {"D_MAIN": 16, "D_TAIL": 16, "E_TAIL": 0, "BLOCK_N": 32, "CONSUMERS": 2}
     kernel = SimpleNamespace(__name__=name, __module__=module)
     return SimpleNamespace(kernel=kernel, arguments=constants, blocks={})
 
@@ -221,7 +221,7 @@ def test_every_kernel_of_hopper_has_expectations():
 
 def test_expectations_of_the_forward():
     """Two products of 16 channels, or keys, an instruction: 128 channels are 8 of each for 128 keys."""
-    constants = {"D_MAIN": 128, "D_TAIL": 0, "BLOCK_N": 128, "CONSUMERS": 2}
+    constants = {"D_MAIN": 128, "D_TAIL": 0, "E_TAIL": 0, "BLOCK_N": 128, "CONSUMERS": 2}
     assert EXPECTED["forward"](constants) == (Loop(16, (1, 0)),) * 2
     assert EXPECTED["forward"](constants | {"D_TAIL": 64})[0].products == 20
     assert (

@@ -21,7 +21,7 @@ IS_HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_dev
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an sm_90")
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
-HEADS = ((64, 64), (40, 64), (96, 96), (128, 128), (128, 64), (192, 128), (256, 256))
+HEADS = ((64, 64), (40, 64), (96, 96), (128, 128), (128, 64), (192, 128), (256, 256), (320, 264), (512, 512))
 # Scores by key, added to random ones. Blocks of keys are walked down.
 RISES = {
     "slow": lambda j: -0.1 * j,
@@ -56,7 +56,7 @@ def test_any_lengths(d, e, mask):
     [("bounds",), ("softcap", "sinks"), ("alibi_slopes", "scale"), ("per_sequence_slopes",)],
     ids="+".join,
 )
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 128, 192, 256, 512])
 def test_any_options(d, options):
     for mask in (CAUSAL, sliding(70)):
         for dtype in (torch.bfloat16, torch.float16):
@@ -68,7 +68,7 @@ def test_any_options(d, options):
                     4,
                     2,
                     d,
-                    min(d, 256 if d == 256 else 128),
+                    d if d in (256, 512) else min(d, 128),
                     mask=mask,
                     options=options,
                     dtype=dtype,
@@ -84,7 +84,7 @@ def test_maxima_that_move_far(scale):
 
 
 @pytest.mark.parametrize("rise", RISES)
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 128, 192, 256, 512])
 def test_scores_that_rise_from_block_to_block(d, rise):
     """Where they do, probabilities relative to the maxima so far are too large, and the block is done
     again.
@@ -99,7 +99,7 @@ def test_scores_that_rise_from_block_to_block(d, rise):
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90)], ids=str)
-@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)])
 def test_packed_sequences_are_each_alone_to_the_bit(d, e, mask):
     lengths = [130, 1, 0, 570, 65, 200]
     cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
@@ -121,7 +121,7 @@ def test_packed_sequences_are_each_alone_to_the_bit(d, e, mask):
     assert not out[total:].any()
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_scores_that_rise_in_every_block_take_no_more_than_their_products(d):
     """Each block is multiplied twice then: 1.8 to 2.5 times the time of random scores (H200, 8k tokens)."""
     q, k, v = (tokens(2, 8192, 16, d) for _ in range(3))
@@ -167,7 +167,7 @@ def test_any_strides():
         assert_same_bits(*zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_calls_repeat_to_the_bit(d):
     """More programs' worth of tiles than the GPU has room for, drawn in another order every time."""
     q, k, v = tokens(4, 1100, 24, d), tokens(4, 1100, 8, d), tokens(4, 1100, 8, d)

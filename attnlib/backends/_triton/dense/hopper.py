@@ -20,6 +20,8 @@ from .hopper_tables import BackwardConfig, ForwardConfig
 from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
+# The channel blocks of heads that are wider than 256.
+HALVES = dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF)
 
 
 class Forward(NamedTuple):
@@ -100,8 +102,10 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, dynamic: bool, pro
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     more = config.constants | {"heads_per_wave": wave, "tiles": tiles}
+    is_wide = x.value > hopper_tables.HALF
+    more |= HALVES if is_wide else {"E_TAIL": 0}
     blocks, launched = (
-        _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
+        (_halves if is_wide else _blocks)(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
         LaunchConfig(block_m, block_n, 1, 4),
     )
     kernel, before, transposed = forward, (), ()
@@ -136,6 +140,12 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
     return found
 
 
+def _halves(x: DenseShapes, **rows: int) -> dict[str, Block]:
+    """Return what :func:`_blocks` does for a wide head, whose channels are loaded in two halves."""
+    found = {f"{name}_desc": Block(name, n, hopper_tables.HALF, gluon=True) for name, n in rows.items()}
+    return found | {f"{name}_tail_desc": found[f"{name}_desc"] for name in ("q", "k")}
+
+
 def in_order(key: Key) -> Key:
     """Return the cache key of a backward, marked ``in_order`` if torch must be deterministic.
 
@@ -150,6 +160,8 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines and key.hopper
     takes = takes and a.scale != 0 and has_gluon()  # the Hopper backward divides by the scale
+    if takes and hopper_tables.takes_wide(x.case, x.length):
+        return _wide_backward(x)
     config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
     if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):
         return passes.backward(x)
@@ -166,6 +178,53 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
     if in_order or not config.dq_registers:
         return False
     return a.score_program is None or not (a.learns or derivative(Program(a.score_program)).needs_score)
+
+
+class WidePass(NamedTuple):
+    """A pass of the backward for wide heads: its resident rows, its streamed rows, and its ring slots.
+
+    upto_512.py explains the fields.
+    """
+
+    scored: str
+    other: str | None
+    first: str
+    second: str
+    slots: int
+    left_slots: int
+    right_slots: int
+
+
+WIDE_PASSES = {
+    "dv": WidePass("k", None, "q", "dout", 2, 2, 2),
+    "dk": WidePass("k", "v", "dout", "q", 1, 2, 1),
+    "dq": WidePass("q", "dout", "v", "k", 1, 2, 1),
+}
+
+
+def _wide_backward(x: BackwardShapes) -> Backward:
+    """Return the launches of a backward for heads of 257 to 512 channels: a pass for each gradient."""
+    return Backward(
+        x.prepare(), _wide_pass(x, "dk"), _wide_pass(x, "dq"), "Hopper", values=_wide_pass(x, "dv")
+    )
+
+
+def _wide_pass(x: BackwardShapes, of: str) -> Launch:
+    from ..kernels.hopper.backward.upto_512 import backward_upto_512
+
+    length, heads = (x.s, x.h) if of == "dq" else (x.t, x.g)
+    pairs, wave = x.waves(heads, hopper_tables.BACKWARD_L2)
+    a, streamed = WIDE_PASSES[of], LaunchConfig(32, 0, 1, 4)
+    rows = {"scored": ROWS, "other": ROWS, "first": streamed.block_m, "second": streamed.block_m}
+    blocks = {
+        f"{place}_desc": Block(name, n, hopper_tables.HALF, gluon=True)
+        for place, n in rows.items()
+        if (name := getattr(a, place)) is not None
+    }
+    blocks["grad_desc"] = Block(of, ROWS, hopper_tables.HALF, gluon=True)
+    more = {"OF": of, "heads_per_wave": wave, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    more |= {"SLOTS": a.slots, "LEFT_SLOTS": a.left_slots, "RIGHT_SLOTS": a.right_slots}
+    return x.launch(backward_upto_512, pairs * x.blocks(length, ROWS), streamed, more, blocks)
 
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: bool) -> Backward:

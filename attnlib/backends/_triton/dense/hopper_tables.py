@@ -146,6 +146,8 @@ FORWARD_FP8 = (
     (192, ForwardConfig(128, 2, 1, 4, 3, False, False, 240, 24)),
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
+# Heads of 257 to 512 channels have a forward of their own, whose programs compute 64 queries.
+FORWARD_WIDE = ForwardConfig(32, 1, 1, 2, 2, False, True, 168, 24)
 # The keys and values of heads that run together may take about this many bytes. TFLOP/s by the number of
 # heads that run together:
 #                       1    4   16   32
@@ -183,6 +185,7 @@ BACKWARD = (
 #   full, d64         486                 442
 #   full, d128        546                 531
 BACKWARD_L2 = 16 << 20
+HALF = 256  # channels of a wide head that one warpgroup holds
 NARROWEST = 64  # these kernels support blocks of at least this many channels
 
 
@@ -198,6 +201,8 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
     >>> [forward(case, keys=8192, triton=version).q_in_registers for version in ((3, 8), (3, 9), (3, 10))]
     [True, False, False]
     """
+    if takes_wide(case, keys):
+        return FORWARD_WIDE
     main, _, value = widths(case.head_dim, case.value_dim)
     # For some score functions the generic kernel is faster, unless a function loads a value for each pair of
     # a query and a key. Milliseconds, causal 8k unless noted:
@@ -229,6 +234,13 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
     # With two tiles of keys, too few registers are left for a softcap: at least 70 words would spill per
     # step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
+
+
+def takes_wide(case: DenseCase, keys: int) -> bool:
+    """True if the Hopper kernels for heads of 257 to 512 channels take a call; they have no functions."""
+    narrow, wide = sorted((case.head_dim, case.value_dim))
+    fits = narrow > HALF and wide <= 2 * HALF and case.itemsize == 2 and not case.by_function
+    return fits and case.arch == 90 and case.aligned and keys > FEW_KEYS
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:

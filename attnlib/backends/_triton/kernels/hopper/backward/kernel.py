@@ -24,17 +24,11 @@ from ...tile import COUNTS, locate
 from ..primitives import barriers, ring
 from .producer import produce
 from .results import Gradient, GradientOutputs
-from .shared import KEYS, BackwardCall, BackwardShared, BackwardSizes, job_of
+from .shared import KEYS, BackwardCall, BackwardShared, BackwardSizes, job_of, vectors
 from .turns import end_turns, wait_for_turns
 from .upto_128 import consume_upto_128, multiply_queries
 from .upto_192 import consume_upto_192
 from .upto_256 import consume_keys, consume_values
-
-
-@gluon.jit
-def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
-    """Allocate shared memory for ``SLOTS`` fp32 vectors of ``LENGTH`` elements."""
-    return gl.allocate_shared_memory(gl.float32, [SLOTS, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

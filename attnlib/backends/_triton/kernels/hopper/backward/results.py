@@ -65,17 +65,29 @@ def put(
 ):  # fmt: skip
     """Write the gradient of the ``number``-th key tile, times ``factor``, by way of shared memory.
 
-    The tile has the channels from ``first`` on, out of ``WIDTH`` channels. Rows past the end of the sequence
-    are not written, since in a packed tensor they belong to the next one.
+    The tile has the channels from ``first`` on, out of ``WIDTH`` channels.
     """
     start = job.start + number * KEYS
     j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
     bounded = (j >= band.start) & (j < band.end)
-    tile.store(gl.where(bounded[:, None], sums * factor, 0.0).to(tile.dtype))
+    sums = gl.where(bounded[:, None], sums * factor, 0.0)
+    put_rows(sums, tile, desc, to, first, WIDTH, job.plane, job.kv_head, job.row, start, job.rows, sizes)
+
+
+@gluon.jit
+def put_rows(
+    sums, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, plane, head, sequence_row, start, rows,
+    sizes,
+):  # fmt: skip
+    """Write 64 rows of a gradient, from row ``start`` of a sequence on, by way of the shared memory ``tile``.
+
+    Rows past the end of the sequence are not written, since in a packed tensor they belong to the next one.
+    """
+    tile.store(sums.to(tile.dtype))
     fence_async_shared()
-    row, head, left = job.row + start, job.kv_head, job.rows - start
+    row, left = sequence_row + start, rows - start
     if not sizes.PACKED:
-        async_store(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
+        async_store(desc, [plane.to(gl.int32), start, head.to(gl.int32), first], tile)
     elif left >= KEYS:
         async_store(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
     elif left > 0:

@@ -239,9 +239,21 @@ def full_queries(j, job, band):
 
     The range is empty if the bounds of the sequence cut the tile.
     """
+    return full_queries_of(j, job.ahead, job.queries, band)
+
+
+@gluon.jit
+def full_queries_of(j, ahead, queries, band):
+    """Return what :func:`full_queries` does, for ``queries`` of which the first has the index ``ahead``."""
     j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
-    _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
+    _, _, low, high = query_range(j0, j1, ahead, ahead + queries, band)
     return low, gl.where(j1 - j0 < KEYS, low, high)
+
+
+@gluon.jit
+def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
+    """Allocate shared memory for ``SLOTS`` fp32 vectors of ``LENGTH`` elements."""
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 # ---- loaded tiles

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -32,7 +31,8 @@ from ..primitives import (
     raise_flag_above,
     scale_rows,
 )
-from .shared import ROWS
+from .partner import hand_over
+from .shared import ROWS, advance, clear_others
 
 # If a thread's sum of probabilities in one block, relative to the maximum of earlier blocks, exceeds this
 # bound, the block is recomputed. fp16 can represent any probability up to the bound.
@@ -58,16 +58,6 @@ class PendingSums(NamedTuple):
 
 
 @gluon.jit
-def advance(slot, phase, SLOTS: gl.constexpr):
-    """Return the next slot of a ring of tiles, and the phase of its mbarrier."""
-    slot += 1
-    if slot == SLOTS:
-        slot = 0
-        phase ^= 1
-    return slot, phase
-
-
-@gluon.jit
 def issue_scores(q, q_slot, slot, shared, zero, sizes):
     """Start ``q @ k.T`` for the keys in a ring slot."""
     if sizes.D + sizes.D_TAIL > 128:  # registers cannot hold all query descriptors
@@ -80,23 +70,6 @@ def issue_scores(q, q_slot, slot, shared, zero, sizes):
             shared.q_tail.index(q_slot), shared.k_tail.index(slot).permute((1, 0)), s, is_async=True
         )
     return s
-
-
-@gluon.jit
-def clear_others(values, n, band, sizes):
-    """Zero the rows of a value block outside the sequence's keys, since they may hold arbitrary data.
-
-    ``n`` is the first key of the block. A fence makes the zeros visible to wgmma.
-    """
-    BLOCK_N: gl.constexpr = sizes.BLOCK_N
-    if (n < band.start) | (n + BLOCK_N > band.end):
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        for first in gl.static_range(0, BLOCK_N, 16):
-            rows = values.slice(first, 16, 0)
-            j = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-            x = rows.load(LAYOUT)
-            rows.store(gl.where(((j >= band.start) & (j < band.end))[:, None], x, gl.zeros_like(x)))
-        fence_async_shared()
 
 
 @gluon.jit
@@ -125,7 +98,7 @@ def scores(
     """Turn products q·k, for keys from ``n`` on, into scores; if ``masked``, hidden keys get -inf."""
     at = i[:, None]
     i = (i - n)[:, None]  # indices relative to the block's first key take fewer registers
-    j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
+    j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
     band = KeyBand(
         band.start - n, band.end - n, band.left, band.right, band.prefix, band.offset, band.key + n
     )
@@ -163,10 +136,10 @@ def hand_back(slots, count, shared, sizes):
     k, k_phase, v, v_phase = slots.k, slots.k_phase, slots.v, slots.v_phase
     for _ in range(count):
         mbarrier.wait(shared.k_full.index(k), k_phase)
-        barrier_arrive(FIRST + k, sizes.THREADS)
+        barrier_arrive(FIRST + k, sizes.K_THREADS)
         k, k_phase = advance(k, k_phase, sizes.K_SLOTS)
         mbarrier.wait(shared.v_full.index(v), v_phase)
-        barrier_arrive(FIRST + sizes.K_SLOTS + v, sizes.THREADS)
+        barrier_arrive(FIRST + sizes.K_SLOTS + v, sizes.V_THREADS)
         v, v_phase = advance(v, v_phase, sizes.V_SLOTS)
     return RingSlots(k, k_phase, v, v_phase)
 
@@ -203,13 +176,16 @@ def step(
         s = scores(s, modifiers, i, anew(n), band, sizes, True, given, MASK, SCORE)
         p, m_i, factor = softmax(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums = sum_by_place(p, sizes.BLOCK_N)
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # release the key slot
+    barrier_arrive(FIRST + slots.k, sizes.K_THREADS)  # release the key slot
     l_i = state.l_i * gl.convert_layout(factor, gl.SliceLayout(1, state.l_i.type.layout))[:, None] + sums
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p_before])
-    barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # release the value slot
+    barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.V_THREADS)  # release the value slot
     acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
     # Convert p only here, after the product has freed the registers of the previous p.
-    p = gl.convert_layout(p.to(shared.v.dtype), state.p.type.layout)
+    p = p.to(shared.v.dtype)
+    if sizes.E_TAIL:
+        hand_over(p, factor, shared)
+    p = gl.convert_layout(p, state.p.type.layout)
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSums(acc, p, m_i, l_i), RingSlots(k, k_phase, v, v_phase)
 
@@ -227,12 +203,15 @@ def first_step(
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     s = warpgroup_mma_wait(0, deps=[s])
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)
+    barrier_arrive(FIRST + slots.k, sizes.K_THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     s = scores(s, modifiers, i, visit.block * sizes.BLOCK_N, band, sizes, True, given, MASK, SCORE)
     p, m_i, _ = softmax(s, m_i, True, unit_behind(modifiers, SCORE))
     l_i = sum_by_place(p, sizes.BLOCK_N)
-    p = gl.convert_layout(p.to(shared.v.dtype), P)
+    p = p.to(shared.v.dtype)
+    if sizes.E_TAIL:
+        hand_over(p, gl.full([ROWS], 1.0, gl.float32, m_i.type.layout), shared)
+    p = gl.convert_layout(p, P)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     acc = gl.zeros([ROWS, sizes.E], gl.float32, SUMS)

@@ -27,8 +27,8 @@ from ..primitives import (
     opaque_words,
     raise_flag_above,
 )
-from .consumer import RingSlots, advance, issue_scores, scores, sum_by_place
-from .shared import ROWS
+from .consumer import RingSlots, issue_scores, scores, sum_by_place
+from .shared import ROWS, advance
 
 # Probabilities are multiplied by 2 ** RAISED before they become e4m3. If a thread's sum of sixteen of them
 # exceeds LIMIT, the largest e4m3 number, the block is recomputed with a new maximum. Sixteen probabilities at
@@ -110,7 +110,7 @@ def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.conste
     mbarrier.wait(shared.k_full.index(slots.k), slots.k_phase)
     s = issue_scores(q, q_slot, slots.k, shared, zero, sizes)
     s = warpgroup_mma_wait(0, deps=[s])
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)
+    barrier_arrive(FIRST + slots.k, sizes.K_THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
     s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
     p, m_i, _ = softmax_fp8(s, m_i, True, unit_of(modifiers))
@@ -138,7 +138,7 @@ def add_products(state, slot, shared, sizes):
         acc += (add(state.acc[n - 1], product),)
         product = after
     product, _ = warpgroup_mma_wait(0, deps=[product, state.p])
-    barrier_arrive(FIRST + sizes.K_SLOTS + slot, sizes.THREADS)
+    barrier_arrive(FIRST + sizes.K_SLOTS + slot, sizes.V_THREADS)
     acc += (add(state.acc[sizes.PIECES - 1], product),)
     return acc
 
@@ -173,7 +173,7 @@ def step_fp8(
     raise_flag_above(sums, LIMIT, number)
     if sizes.PIECES == 1:
         done, _ = warpgroup_mma_wait(0, deps=[product[0], state.p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)  # release the value slot
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.V_THREADS)  # release the value slot
         product, words = (done,), opaque_words(words)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
@@ -186,6 +186,6 @@ def step_fp8(
         sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
         l_i *= gl.convert_layout(factor, gl.SliceLayout(1, l_i.type.layout))[:, None]
         acc, product = scaled(acc, factor), scaled(product, factor)
-    barrier_arrive(FIRST + slots.k, sizes.THREADS)  # release the key slot
+    barrier_arrive(FIRST + slots.k, sizes.K_THREADS)  # release the key slot
     v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
     return PendingSumsFp8(acc, product, words, m_i, l_i + sums), RingSlots(k, k_phase, v, v_phase)

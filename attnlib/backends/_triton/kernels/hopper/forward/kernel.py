@@ -5,8 +5,6 @@ A producer warp loads tiles by TMA, and each consumer warpgroup computes attenti
 Paper: Shah et al., 2024, arXiv 2407.08608.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,11 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...band import KeyBand, bounds, origin_of, sees_any
-from ...scores import LN2, LOG2E, Modifiers, load_slope
+from ...scores import Modifiers, load_slope
 from ...tile import COUNTS
-from ..primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
-from .consumer import FunctionArguments, RingSlots, advance, clear_others, first_step, hand_back, step
+from ..primitives import FIRST, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
+from .consumer import FunctionArguments, RingSlots, first_step, hand_back, step
+from .partner import add_tail, finish_partner, hand_over_share
 from .producer import produce
+from .results import ForwardOutputs, put_lse, put_out
 from .shared import (
     POSTS,
     ROWS,
@@ -31,78 +31,14 @@ from .shared import (
     ForwardShared,
     ForwardSizes,
     Visit,
+    advance,
     blocks_of,
+    clear_others,
     read,
     visited,
     visits_of,
     wait_for_work,
 )
-
-
-class ForwardOutputs(NamedTuple):
-    """The outputs of the forward, as a TMA descriptor, pointers and strides; ``e`` is the value dimension."""
-
-    out_desc: gl.tensor
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    stride_ob: gl.tensor
-    stride_os: gl.tensor
-    stride_oh: gl.tensor
-    stride_lb: gl.tensor
-    stride_lh: gl.tensor
-    e: gl.tensor
-
-
-@gluon.jit
-def with_sink(m_i, l_i, work, call):
-    """Add the attention sink to a row's softmax; return its maximum, its sum and the factor for output sums.
-
-    The sink acts like a key whose value is 0.
-    """
-    if call.sinks_ptr is None:
-        return m_i, l_i, 1.0
-    else:
-        sink = gl.load(call.sinks_ptr + work.head).to(gl.float32) * LOG2E
-        sink = gl.where(work.sequence < call.batch, sink, float("-inf"))
-        m_new = gl.maximum(m_i, sink)
-        safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        gain = gl.exp2(m_i - safe)
-        return m_new, l_i * gain + gl.exp2(sink - safe), gain
-
-
-@gluon.jit
-def put_lse(m_i, l_i, work, first, call, results):
-    """Write the LSE of query rows from ``first`` on; return the factor that normalizes their output sums."""
-    m_i, l_i, gain = with_sink(m_i, l_i, work, call)
-    nothing = l_i == 0.0
-    l_i = gl.where(nothing, 1.0, l_i)
-    lse = gl.where(nothing, float("-inf"), (m_i + gl.log2(l_i)) * LN2)
-    at = work.plane.to(gl.int64) * results.stride_lb + work.row + work.head.to(gl.int64) * results.stride_lh
-    m = gl.arange(0, ROWS, l_i.type.layout)
-    gl.store(results.lse_ptr + at + (first + m), lse, mask=first + m < work.rows)
-    return gain / l_i
-
-
-@gluon.jit
-def put_out(out, work, first, results, sizes):
-    """Write a tile from shared memory to the output rows from ``first`` on.
-
-    Rows past the end of the sequence are not written, since in a packed tensor they belong to the next one.
-    """
-    fence_async_shared()
-    left = work.rows - first
-    if not sizes.PACKED:
-        plane, head = work.plane.to(gl.int32), work.head.to(gl.int32)
-        async_store(results.out_desc, [plane, first, head, 0], out)
-    elif left >= ROWS:
-        row = work.row.to(gl.int32) + first
-        async_store(results.out_desc, [0, row, work.head.to(gl.int32), 0], out)
-    elif left > 0:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        m, e = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, sizes.E, gl.SliceLayout(0, LAYOUT))
-        at = (work.row + first + m) * results.stride_os
-        at = at[:, None] + (work.head.to(gl.int64) * results.stride_oh + e)[None, :]
-        gl.store(results.out_ptr + at, out.load(LAYOUT), mask=(m < left)[:, None] & (e < results.e)[None, :])
 
 
 @gluon.jit
@@ -186,10 +122,12 @@ def consume(
             put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS)
         )
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
+        if sizes.E_TAIL:
+            hand_over_share(gl.where(sees, share, 0.0), shared)
         if not sizes.OUT_IN_Q:
             tma.store_wait(0)  # wait until the previous output tile has left the buffer
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.THREADS)
+        barrier_arrive(FIRST + sizes.K_SLOTS + slots.v, sizes.V_THREADS)
         v, v_phase = advance(slots.v, slots.v_phase, sizes.V_SLOTS)
         slots = RingSlots(slots.k, slots.k_phase, v, v_phase)
         if not sizes.SPARSE:
@@ -198,12 +136,14 @@ def consume(
         # this in fp32; otherwise it would zero 16-bit halves one by one.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
-        put_out(out, work, first, results, sizes)
+        put_out(out, work, first, 0, results, sizes)
         if sizes.OUT_IN_Q:  # the output must leave the slot before new queries arrive
             tma.store_wait(0)
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         count += 1
         tile = wait_for_work(count, shared)
+    if sizes.E_TAIL:
+        finish_partner()
     tma.store_wait(0)
 
 
@@ -219,7 +159,8 @@ def forward(
     CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
+    D_MAIN: gl.constexpr, E_TAIL: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr,  # mask and score functions, or None
 ):  # fmt: skip
     """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
@@ -230,10 +171,12 @@ def forward(
     )
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
-    THREADS: gl.constexpr = CONSUMERS * 128 + 32
+    K_THREADS: gl.constexpr = CONSUMERS * 128 + 32
+    V_THREADS: gl.constexpr = K_THREADS + (128 if E_TAIL else 0)  # of values, the partner has a half
     sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q,
-        HOLES, HIDES_FIRST, PACKED, 1, THREADS, SPARSE=MASK is not None,
+        HOLES, HIDES_FIRST, PACKED, 1, K_THREADS, V_THREADS, SPARSE=MASK is not None,
+        E_TAIL=E_TAIL,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)
@@ -243,10 +186,15 @@ def forward(
         q_tail, k_tail = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_TAIL), ring(dtype, K_SLOTS, BLOCK_N, D_TAIL)
     if not OUT_IN_Q:
         out = ring(dtype, CONSUMERS, ROWS, E_MAIN)
+    v_tail, p, factors = v, q, q
+    if E_TAIL:
+        v_tail, p = ring(dtype, V_SLOTS, BLOCK_N, E_TAIL), ring(dtype, 1, ROWS, BLOCK_N)
+        factors = gl.allocate_shared_memory(gl.float32, [1, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = ForwardShared(
         q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(Q_SLOTS * CONSUMERS),
-        barriers(Q_SLOTS * CONSUMERS), barriers(K_SLOTS), barriers(V_SLOTS),
+        barriers(Q_SLOTS * CONSUMERS, 2 if E_TAIL else 1), barriers(K_SLOTS), barriers(V_SLOTS), v_tail, p,
+        factors,
     )  # fmt: skip
     fence_async_shared()
     call = ForwardCall(
@@ -257,7 +205,20 @@ def forward(
     results = ForwardOutputs(
         out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E
     )
-    if CONSUMERS == 2:
+    if E_TAIL:
+        gl.warp_specialize(
+            [
+                (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
+                (add_tail, (call, results, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),

@@ -14,10 +14,10 @@ from ...band import KeyBand, bounds, origin_of, sees_any
 from ...scores import Modifiers, descaled, load_slope
 from ...tile import COUNTS
 from ..primitives import barriers, make_flag, opaque, ring
-from .consumer import RingSlots, advance, hand_back
+from .consumer import RingSlots, hand_back
 from .consumer_fp8 import add_products, begin, step_fp8
-from .kernel import ForwardOutputs, put_lse, put_out
 from .producer import produce
+from .results import ForwardOutputs, put_lse, put_out
 from .shared import (
     POSTS,
     ROWS,
@@ -25,6 +25,7 @@ from .shared import (
     ForwardCall,
     ForwardShared,
     ForwardSizes,
+    advance,
     blocks_of,
     read,
     wait_for_work,
@@ -119,7 +120,7 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         tma.store_wait(0)  # wait until the previous output tile has left the buffer
         for n in gl.static_range(sizes.PIECES):
             put_piece(acc[n], share, sees, n, out, sizes)
-        put_out(out, work, first, results, sizes)
+        put_out(out, work, first, 0, results, sizes)
         count += 1
         tile = wait_for_work(count, shared)
     tma.store_wait(0)
@@ -149,9 +150,10 @@ def forward_fp8(
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     PIECES: gl.constexpr = E_MAIN // 64 if E_MAIN > 128 else 1
+    THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES,
-        HIDES_FIRST, PACKED, PIECES, CONSUMERS * 128 + 32, True,
+        HIDES_FIRST, PACKED, PIECES, THREADS, THREADS, True,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q, out = ring(dtype, CONSUMERS, ROWS, D_MAIN), ring(out_desc.dtype, CONSUMERS, ROWS, E_MAIN)

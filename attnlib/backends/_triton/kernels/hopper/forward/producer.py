@@ -76,7 +76,6 @@ def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constex
 @gluon.jit
 def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes):
     """Run the producer warp: load queries, keys and values of every tile as ring slots become free."""
-    THREADS: gl.constexpr = sizes.THREADS
     V_NUMBER: gl.constexpr = FIRST + sizes.K_SLOTS
     tile, number, loaded = gl.program_id(0), 0, 0
     k_slot, v_slot = 0, 0
@@ -95,7 +94,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
             n = visited(visits, step, sizes) * sizes.BLOCK_N
             at = (plane, first_key + n, kv_head)
             if loaded >= sizes.K_SLOTS:
-                barrier_sync(FIRST + k_slot, THREADS)
+                barrier_sync(FIRST + k_slot, sizes.K_THREADS)
             load(
                 k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL
             )
@@ -103,13 +102,15 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
                 post(work, tile, number, call, shared, sizes)
                 load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             if loaded >= sizes.V_SLOTS:
-                barrier_sync(V_NUMBER + v_slot, THREADS)
+                barrier_sync(V_NUMBER + v_slot, sizes.V_THREADS)
             if sizes.TRANSPOSED:
                 load_transposed(
                     v_desc, shared.v, v_slot, shared.v_full, (plane, first_transposed + n, kv_head)
                 )
             else:
-                load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)
+                load(
+                    v_desc, v_desc, shared.v, shared.v_tail, v_slot, shared.v_full, at, sizes.E, sizes.E_TAIL
+                )
             k_slot = gl.where(k_slot + 1 == sizes.K_SLOTS, 0, k_slot + 1)
             v_slot = gl.where(v_slot + 1 == sizes.V_SLOTS, 0, v_slot + 1)
             loaded += 1
@@ -118,5 +119,5 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
     zero = (tile * 0).to(gl.int64)
     # A tile number past the last tile tells the consumers to stop.
     post(Work(zero, zero, zero, tile, zero, tile, zero, tile), tile, number, call, shared, sizes)
-    drain(loaded, sizes.K_SLOTS, FIRST, THREADS)
-    drain(loaded, sizes.V_SLOTS, V_NUMBER, THREADS)
+    drain(loaded, sizes.K_SLOTS, FIRST, sizes.K_THREADS)
+    drain(loaded, sizes.V_SLOTS, V_NUMBER, sizes.V_THREADS)

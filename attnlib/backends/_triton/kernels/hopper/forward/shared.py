@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import key_range
 from ...mask_tiles import sparse_tiles_of
@@ -25,7 +25,9 @@ class ForwardSizes(NamedTuple):
     ``HIDES_FIRST``: the mask may hide the first keys of a sequence.
     ``PIECES``: the number of pieces in which the value channels are multiplied.
     ``TRANSPOSED``: values are stored channel-major.
+    ``K_THREADS``, ``V_THREADS``: threads that meet at the named barrier of a slot of keys, or of values.
     ``SPARSE``: a mask function hides keys, and lists name the blocks that remain.
+    ``E_TAIL``: channels of values that a second consumer sums for the same queries (partner.py), or 0.
     """
 
     D: gl.constexpr
@@ -42,9 +44,11 @@ class ForwardSizes(NamedTuple):
     HIDES_FIRST: gl.constexpr
     PACKED: gl.constexpr
     PIECES: gl.constexpr
-    THREADS: gl.constexpr
+    K_THREADS: gl.constexpr
+    V_THREADS: gl.constexpr
     TRANSPOSED: gl.constexpr = False
     SPARSE: gl.constexpr = False
+    E_TAIL: gl.constexpr = 0
 
 
 class ForwardCall(NamedTuple):
@@ -77,7 +81,10 @@ class ForwardCall(NamedTuple):
 
 
 class ForwardShared(NamedTuple):
-    """The shared memory of the forward: rings of tiles, posted work, and the mbarriers that guard them."""
+    """The shared memory of the forward: rings of tiles, posted work, and the mbarriers that guard them.
+
+    ``p``, ``factors``: what the partner of a consumer receives (partner.py).
+    """
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -91,6 +98,9 @@ class ForwardShared(NamedTuple):
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    v_tail: gl.shared_memory_descriptor = None
+    p: gl.shared_memory_descriptor = None
+    factors: gl.shared_memory_descriptor = None
 
 
 class KeyBlocks(NamedTuple):
@@ -227,3 +237,33 @@ def read(number, shared, sizes):
     row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
     other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)
     return Work(sequence, 0 * sequence if sizes.PACKED else sequence, head, start, row, rows, other, others)
+
+
+# ---- ring slots
+
+
+@gluon.jit
+def advance(slot, phase, SLOTS: gl.constexpr):
+    """Return the next slot of a ring of tiles, and the phase of its mbarrier."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def clear_others(values, n, band, sizes):
+    """Zero the rows of a value block outside the sequence's keys, since they may hold arbitrary data.
+
+    ``n`` is the first key of the block. A fence makes the zeros visible to wgmma.
+    """
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    if (n < band.start) | (n + BLOCK_N > band.end):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        for first in gl.static_range(0, BLOCK_N, 16):
+            rows = values.slice(first, 16, 0)
+            j = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            x = rows.load(LAYOUT)
+            rows.store(gl.where(((j >= band.start) & (j < band.end))[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
