@@ -46,7 +46,7 @@ class Twin:
         """New queries, keys and values, or latents and rotary keys, for each layer."""
         made = []
         for x in self.layouts:
-            widths = ((8, x.dim + x.tail), (x.dim,), (x.tail,))
+            widths = ((8, x.dim + x.rope_dim), (x.dim,), (x.rope_dim,))
             if not x.is_latent:
                 widths = ((8, x.dim), (x.heads, x.dim), (x.heads, x.value_dim))
             made.append(tuple(torch.randn(*shape, *width, dtype=x.dtype, device=DEVICE) for width in widths))
