@@ -73,7 +73,8 @@ def backward(
         dq, dk, dv = map(torch.stack, zip(*each, strict=True))
         return dq, dk, dv
     s, t, (_, run) = q.shape[2], k.shape[2], operators()
-    dout, q, k, v, out = map(_tokens_first, (dout, q, k, v, out))
+    dout, q, k, v = map(_tokens_first, (dout, q, k, v))
+    out = out.transpose(1, 2).contiguous()  # torch computes the distance of its rows from its shape
     lse, unused = pad(lse, (0, -s % ROWS), value=torch.inf).contiguous(), q.new_zeros((), dtype=torch.int64)
     dropped = dropout, unused, unused  # the probability, and the state of the generator
     grads = run(
