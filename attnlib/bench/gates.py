@@ -68,8 +68,8 @@ def training(place: Target, case: GateCase, compile: Callable = torch.compile) -
     for name, layer in layers.items():
         runs = {name: partial(step, compile(layer), layer, x), "eager": partial(step, layer, layer, x)}
         timed[name] = agreeing(runs, lambda run: run())[name]
-    rounds = max(12, place.rounds)  # with three, the cost of a gate, about 2 %, varies by 1 % (H200, 2026-11)
-    return in_turns(timed, place.seconds, rounds, place.budget)
+    # With three rounds, the cost of a gate, about 2 %, varies by 1 % (H200, 2026-11).
+    return in_turns(timed, place.seconds, max(12, place.rounds), place.budget)
 
 
 def step(call: Callable, layer: nn.Module, x: Tensor) -> list[Tensor]:
