@@ -40,8 +40,6 @@ class TritonBackend:
         # The GPU must support the dtype in which the kernels multiply matrices.
         dtype = layout.dtype if layout is not None and layout.rope_dim else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
-        if spec.statistic:
-            reasons.append("computes no statistics")
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
         if spec.device == "cuda" and spec.arch < 89:
