@@ -12,8 +12,9 @@ from source_values import Values, reads_by_place
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 DESCALES = ("q_descale", "k_descale", "v_descale")
+# One door and one file of kernels recompute scores, beside those of attention.
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 11) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
+    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 8)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 RECOMPUTED = {"attention_weights", "attention_maxima"}
@@ -193,18 +194,18 @@ def test_backends_stay_small():
     """The limit is what stood there in November 2026; a feature that needs more says so here.
 
     Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122. Recomputed
-    probabilities and largest scores, on three backends, brought 200.
+    probabilities and largest scores, on three backends and by four kernels, brought 507.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4443, f"{sum(found.values())} statements in backends/, not 4443: {found}"
+    assert sum(found.values()) <= 4750, f"{sum(found.values())} statements in backends/, not 4750: {found}"
 
 
 def test_the_benchmark_stays_small():
     """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
 
-    The tables of output gates and of heads wider than 256 brought 53.
+    The tables of output gates and of heads wider than 256 brought 54, that of recomputed probabilities 49.
     """
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1246
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1296
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)

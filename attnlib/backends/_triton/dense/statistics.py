@@ -54,7 +54,7 @@ class Statistics:
             launch, shape = variants.states(key)
             a = a._replace(mask_tiles=a.q.new_empty(shape, dtype=torch.int8))
             launch.on(a._asdict() | captured(a) | {"states": a.mask_tiles, "lengths": None})
-        launches, numbers = _plan(key, wanted.kind, *_sizes(wanted))
+        launches, numbers = plan(key, wanted.kind, *_sizes(wanted))
         tensors |= {"states": a.mask_tiles}
         if numbers:
             tensors["lists"] = a.q.new_empty(numbers, dtype=torch.int32)
@@ -72,7 +72,8 @@ def _sizes(wanted: Statistic) -> tuple[bool, int, bool, int]:
 
 
 @cached_plan
-def _plan(key: Key, kind: str, has_rows: bool, slots: int, by_sequence: bool, width: int) -> Plan:
+def plan(key: Key, kind: str, has_rows: bool, slots: int, by_sequence: bool, width: int) -> Plan:
+    """Return the launches of a statistic of this kind; ``slots`` is the number of rows, or of keys ``at``."""
     x = DenseShapes(key)
     if kind == "maxima":
         return _maxima(x)

@@ -243,10 +243,10 @@ def row_weights(
     column = n + origin.key
     for first in tl.range(0, slots, BLOCK_M, num_stages=STAGES):
         slot = first + tl.arange(0, BLOCK_M)
-        row = tl.load(rows_ptr + work.plane * stride_rows + slot, mask=slot < slots, other=-1) - work.other
-        valid = (row >= 0) & (row < work.others)
+        asked = tl.load(rows_ptr + work.plane * stride_rows + slot, mask=slot < slots, other=-1) - work.other
+        valid = (asked >= 0) & (asked < work.others)
         if tl.max(valid.to(tl.int32), 0) > 0:  # packed rows are mostly those of other sequences
-            row = row.to(tl.int32)
+            row = tl.where(valid, asked, 0).to(tl.int32)
             q = gathered_tile(q_rows, of_q, row, stride_qs, valid, d)
             i = (keys - work.others + row)[:, None]
             place = placed(origin, sequence, head, i, j, keys - work.others)
