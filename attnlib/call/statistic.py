@@ -54,7 +54,7 @@ class Statistic(NamedTuple):
 
 def first_column(k: Tensor) -> Tensor:
     """Return the first channel of keys, which stands for values in a call that computes a statistic."""
-    return k[..., :1]
+    return k[..., :1] if k.dim() else k
 
 
 def checked_statistic(call: Call, statistic: Statistic) -> Statistic:

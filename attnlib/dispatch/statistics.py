@@ -1,6 +1,7 @@
 """Compute a quantity from the scores of a call, on the selected backend, or explain the call."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -9,22 +10,23 @@ from ..call.call import Call, Origin, Packing, checked
 from ..call.statistic import Statistic, checked_statistic, first_column
 from ..internal.checks import are_checks_on
 from ..scores import Score
-from .placements import LocalCall, local_call
+from .placements import LocalCall, MeshPlacement, local_call
 from .run import ExplainOnly
 from .select import explained, select
 from .storage import stored_keys
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-LETTERS = {"maxima": "bhs", "rows": "bhrt", "mass": "bht", "heads": "bsn"}  # of results, without packing
+# The dimensions of results of dense calls; packed ones have no ``b``.
+LETTERS = MappingProxyType(
+    {"maxima": "bhs", "products": "bhs", "rows": "bhrt", "mass": "bht", "heads": "bsn"}
+)
 
 
 @torch.no_grad()
 def compute(call: Call, statistic: Statistic, name: str | ExplainOnly | None = None) -> Tensor:
     """Compute a statistic of a call on the backend of this name, or explain the call and return zeros."""
-    if (local := local_call(call)) is not None:
-        return _of_dtensors(local, statistic, name)
+    part = MeshPlacement.empty if type(name) is ExplainOnly else MeshPlacement.local
+    if (local := local_call(call, part)) is not None:
+        return _of_dtensors(local, statistic, name, part)
     call = checked(call)
     statistic = checked_statistic(call, statistic)
     if statistic.kind == "products":  # scores without options
@@ -39,35 +41,39 @@ def compute(call: Call, statistic: Statistic, name: str | ExplainOnly | None = N
     return select(call.spec, name).statistic(call, statistic)
 
 
-def _of_dtensors(local: LocalCall, statistic: Statistic, name: str | ExplainOnly | None) -> "DTensor":
+def _of_dtensors(
+    local: LocalCall, statistic: Statistic, name: str | ExplainOnly | None, part: Callable[..., Tensor]
+) -> Tensor:
     """Compute a statistic of a call on DTensors: every rank computes its own sequences and heads.
 
-    The mean over heads is a sum of the means of ranks, so it is exchanged.
+    The mean over heads is the mean over ranks of their means, so ranks exchange it. ``part`` shards a tensor.
     """
     from torch.distributed.tensor import DTensor, Partial
 
-    packed, sharing = local.call.packing is not None, local.sharing
-    given = {"lse": "bhs", "rows": "br", "at": "bsn"}
-    if packed:
-        given = {key: letters[1:] for key, letters in given.items()}
-    if statistic.rows is not None and statistic.rows.dim() == 1:
-        given["rows"] = "r"
+    skipped, sharing = 0 if local.call.packing is None else 1, local.sharing
+    by_sequence = isinstance(statistic.rows, Tensor) and statistic.rows.dim() == 2
+    given = {"lse": "bhs"[skipped:], "rows": "br" if by_sequence else "r", "at": "bsn"[skipped:]}
     parts = {
-        key: sharing.local(x, letters)
+        key: part(sharing, x, letters)
         for key, letters in given.items()
-        if (x := getattr(statistic, key)) is not None
+        if isinstance(x := getattr(statistic, key), Tensor)
     }
     result = compute(local.call, statistic._replace(**parts), name)
-    letters = LETTERS[statistic.kind][1 if packed else 0 :]
-    sizes = dict(zip(letters, result.shape, strict=True)) | sharing.sizes
-    if statistic.kind == "rows":
-        sizes["t"] = result.shape[-1]
-    sharing = sharing._replace(sizes=sizes)
+    if type(name) is ExplainOnly:
+        name.note(f"on DTensors, {sharing}")
+        return result
+    letters = LETTERS[statistic.kind][skipped:]
+    sharing = sharing._replace(sizes={**dict(zip(letters, result.shape, strict=True)), **sharing.sizes})
+    if statistic.kind == "rows":  # whose columns may be fewer than the packed keys
+        sharing = sharing._replace(sizes={**sharing.sizes, "t": result.shape[-1]})
     if statistic.kind != "heads":
         return sharing.whole(result, letters)
     whole = sharing.placements(letters)
-    kept = [Partial("avg") if x == "h" else place for x, place in zip(sharing.shared, whole, strict=True)]
-    return DTensor.from_local(result, sharing.mesh, kept, run_check=False).redistribute(placements=whole)
+    own = [Partial("avg") if x == "h" else place for x, place in zip(sharing.shared, whole, strict=True)]
+    shape = torch.Size([sharing.sizes[letter] for letter in letters])
+    stride = torch.empty(shape, device="meta").stride()
+    found = DTensor.from_local(result, sharing.mesh, own, run_check=False, shape=shape, stride=stride)
+    return found.redistribute(placements=whole)
 
 
 def _over_view(call: Call, statistic: Statistic, name: str | ExplainOnly | None) -> Tensor:

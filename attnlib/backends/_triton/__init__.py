@@ -68,6 +68,8 @@ class TritonBackend:
 
     def variant(self, call: Call) -> str:
         """Return the name of the kernels that run a call."""
+        if call.spec.statistic:
+            return "plain"
         return self.dense.variant(call) if call.kv is None else self.cached.variant(call)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
