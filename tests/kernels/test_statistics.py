@@ -106,11 +106,11 @@ def test_the_tables_own_tiles(d, mask, dtype, monkeypatch):
     assert_forms(x.q, x.k, lse, drawn(1, 150, 170), mask=mask)
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (12, 1), (7, 7), (40, 1)])
+@pytest.mark.parametrize("heads", [(9, 3), (7, 7), (20, 1)])
 def test_groups_of_heads(heads):
-    x = make(2, 19, 33, *heads, 16)
+    x = make(1, 19, 33, *heads, 16)
     lse = attention_with_lse(*x.tensors, mask=CAUSAL)[1]
-    assert_forms(x.q, x.k, lse, drawn(2, 19, 33), mask=CAUSAL)
+    assert_forms(x.q, x.k, lse, drawn(1, 19, 33), mask=CAUSAL)
 
 
 @pytest.mark.parametrize("mask_name", [*MASK_NAMES, None])
