@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored
+from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored, weights
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
@@ -81,6 +81,12 @@ GPU = (
         gates.rows,
         "gates",
         "Training a layer with an output gate, compiled, 32/8 heads d128 causal, 2 x 8k, bf16",
+        "ms",
+    ),
+    _table(
+        weights.rows,
+        "weights",
+        "Largest scores and probabilities recomputed, compared with the forward, bf16",
         "ms",
     ),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),

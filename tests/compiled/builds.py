@@ -15,6 +15,7 @@ WIDE = ((512, 512), (576, 512))  # whose dv has a pass of its own on chips with 
 MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in layout, but for launch.widths
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
+STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -89,8 +90,25 @@ def entries() -> Iterator[Build]:
         for head in TRAINED:
             for kernel in ("forward", *KERNELS[2:]):
                 yield Build(kernel, 90, head, function=function)
+    yield from statistic_entries()
     yield from wide_entries()
     yield from hopper_entries()
+
+
+def statistic_entries() -> Iterator[Build]:
+    """The tables' entries for largest scores and probabilities, whose calls have no values."""
+    for d in (64, 128, 256, 576):
+        for kernel in STATISTICS:
+            yield Build(kernel, 90, (d, d))
+            yield Build(kernel, 90, (d, d), softcap=True, slopes=True)
+            yield Build(kernel, 90, (d, d), dtype="fp32")
+    for kernel in STATISTICS:
+        yield Build(kernel, 90, (128, 128), rows="packed")
+        for function in FUNCTIONS:
+            yield Build(kernel, 90, (128, 128), function=function)
+        for arch in OTHERS:
+            yield Build(kernel, arch, (128, 128))
+            yield Build(kernel, arch, (576, 576))
 
 
 def wide_entries() -> Iterator[Build]:

@@ -15,6 +15,7 @@ from attnlib.backends._triton.decode import writes
 from attnlib.backends._triton.decode.writes import write_cache
 from attnlib.backends._triton.dense import hopper as variants
 from attnlib.backends._triton.dense import shapes as plans
+from attnlib.backends._triton.dense import statistics
 from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.launch import Launch, plan_cache
@@ -28,7 +29,7 @@ from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import Build
+from .builds import STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -85,6 +86,8 @@ def _dense(build: Build) -> Prepared:
     key = key_of(arguments, *loaded)._replace(
         tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order
     )
+    if build.kernel in STATISTICS:
+        return _statistic(build, key, named)
     if build.kernel == "forward":
         plan, dtype = variants.forward(key), named["v"].dtype
         return plan.launches[-1], named | {
@@ -93,6 +96,17 @@ def _dense(build: Build) -> Prepared:
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named
+
+
+def _statistic(build: Build, key: Key, named: dict[str, Tensor | None]) -> Prepared:
+    """The launch of a largest score or of probabilities, of 32 rows or 64 keys for each query."""
+    of_call = key.arguments._replace(v=layout(named["k"][..., :1]))
+    kind, slots = build.kernel.removesuffix("_weights"), 64 if build.kernel == "mean_weights" else 32
+    rows = build.kernel == "row_weights"
+    kind = {"row": "rows", "mean": "heads"}.get(kind, kind)
+    launches, _ = statistics.plan(key._replace(arguments=of_call), kind, rows, slots, False, build.tokens)
+    number = torch.empty(1, dtype=torch.int64, device="meta")
+    return launches[-1], named | {"result": named["lse"], "rows": number, "at": number}
 
 
 def _function(build: Build) -> tuple[list[Tensor] | None, str | None, str | None]:
@@ -128,14 +142,14 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
     out = dense(QUERY_HEADS, e)
-    statistics = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
+    rowwise = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {
         "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
         "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
-        "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
-        "dlse": numbers(*statistics, given=build.dlse), "dq_sums": numbers(4096),
+        "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
+        "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=build.function == "documents"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),

@@ -11,6 +11,7 @@ from leaving import leave
 from torch import Tensor
 from torch.distributed import init_process_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weight_helpers import forms
 
 from attnlib import (
     CAUSAL,
@@ -18,6 +19,7 @@ from attnlib import (
     KVCache,
     KVLayout,
     attention,
+    attention_maxima,
     attention_with_lse,
     cached_attention,
     explain,
@@ -155,6 +157,37 @@ def packed(mesh) -> None:
         same(x, y, "packed")
 
 
+def recomputed(mesh) -> None:
+    """Probabilities and largest scores of every form, dense and packed, lie as queries and keys do."""
+    torch.manual_seed(0)
+    b, h = 4, 8
+    q, k, at = torch.randn(b, 7, h, 8), torch.randn(b, 9, 4, 8), torch.randint(-1, 9, (b, 7, 3))
+    cu = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 9])
+    packed = {"cu_seqlens_q": cu[0].int(), "cu_seqlens_k": cu[1].int(), "mask": CAUSAL}
+    dims = [BATCH, HEADS][-mesh.ndim :], [Shard(1)] * mesh.ndim
+    for make in (OPTIONS["slopes of rows"], OPTIONS["functions"]):
+        options = make(b, h)
+        asked = {"rows": torch.tensor([6, 0, -1]), "by_sequence": torch.randint(-1, 7, (b, 4)), "at": at}
+        _, lse = attention_with_lse(q, k, k, **options)
+        expected = forms(q, k, lse, asked, **options)
+        shards = [distribute_tensor(x, mesh, dims[0]) for x in (q, k)]
+        of_lse = distribute_tensor(lse.detach(), mesh, [Shard(p.dim // 2) for p in dims[0]])
+        for given in (of_lse, lse.detach()):
+            for name, x in forms(*shards, given, asked, **options).items():
+                same(x, expected[name], name)
+    asked = {"rows": torch.tensor([6, 0, -1]), "at": at[0]}
+    _, lse = varlen_attention_with_lse(q[0], k[0], k[0], **packed)
+    expected = forms(q[0], k[0], lse, asked, **packed)
+    shards = [distribute_tensor(x[0], mesh, dims[1]) for x in (q, k)]
+    found = forms(*shards, lse, asked, **packed)
+    assert found["queries"].placements == tuple(Shard(0) for _ in dims[1])
+    for name, x in found.items():
+        same(x, expected[name], name)
+    if torch.distributed.get_rank() == 0:
+        assert "shared: on DTensors" in str(explain(attention_maxima, *shards, **packed))
+    torch.distributed.barrier()
+
+
 def partial_inputs(mesh) -> None:
     """A product that ranks have not summed yet is summed."""
     torch.manual_seed(0)
@@ -224,8 +257,19 @@ def replaced_sdpa(mesh) -> None:
 
 
 CHECKS = {
-    2: (every_option, other_sizes, packed, partial_inputs, seeds, refusals, told, replaced_sdpa, compiled),
-    4: (two_dimensions,),
+    2: (
+        recomputed,
+        every_option,
+        other_sizes,
+        packed,
+        partial_inputs,
+        seeds,
+        refusals,
+        told,
+        replaced_sdpa,
+        compiled,
+    ),
+    4: (recomputed, two_dimensions),
 }
 
 

@@ -233,6 +233,66 @@ def over_cache(name):
     )
 
 
+# Recomputed probabilities and largest scores
+
+
+def recomputed(target):
+    taken = (
+        "q",
+        "k",
+        "mask",
+        "scale",
+        "softcap",
+        "alibi_slopes",
+        "score",
+        "key_starts",
+        "key_ends",
+        "backend",
+    )
+    rows = {"over": "none", "rows": torch.tensor([2, 0, -1])}
+    return {name: dense(None)[name] for name in taken} | {"lse": numbers(2, H, 3)} | rows
+
+
+def recomputed_heads(target):
+    given = {name: x for name, x in recomputed(None).items() if name != "rows"}
+    return given | {"over": "heads", "at": torch.tensor([0, -1, 4]).expand(2, 3, 3)}
+
+
+def recomputed_packed(target):
+    taken = (*"qk", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    given = {
+        name: x for name, x in recomputed(None).items() if name not in ("key_starts", "key_ends", "rows")
+    }
+    return given | {name: varlen(None)[name] for name in taken} | {"lse": numbers(H, 3), "over": "queries"}
+
+
+def largest(target):
+    return {name: x for name, x in recomputed(None).items() if name not in ("lse", "over", "rows")} | {
+        "of": "products"
+    }
+
+
+def recomputed_is_legal(a):
+    packed = "cu_seqlens_q" in a
+    if not is_tensor(a["k"]) or (packed and not varlen_is_legal(a | {"v": a["k"]})):
+        return False
+    if not packed and not dense_is_legal(a | {"v": a["k"]}):
+        return False
+    *b, s, h, _ = a["q"].shape
+    if "of" in a:
+        return a["of"] in ("scores", "products") if isinstance(a["of"], str) else False
+    ints, lse, over = (torch.int32, torch.int64), a["lse"], a["over"]
+    if not is_tensor(lse, torch.float32, torch.float64) or list(lse.shape) != [*b, h, s]:
+        return False
+    rows, at = a.get("rows"), a.get("at")
+    rows_fit = rows is None or (is_tensor(rows, *ints) and (rows.dim() == 1 or [*rows.shape[:-1]] == b))
+    at_fits = at is None or (is_tensor(at, *ints) and at.dim() == len(b) + 2 and [*at.shape[:-1]] == [*b, s])
+    if not isinstance(over, str) or not (rows_fit and at_fits):
+        return False
+    needs = {"none": rows is not None and at is None, "queries": at is None}
+    return (needs | {"heads": rows is None and at is not None}).get(over, False)
+
+
 # fp8 inputs
 
 
@@ -263,6 +323,10 @@ def quantize_is_legal(a):
 
 
 ATTENTION = {
+    "attention_weights": function("attention_weights", recomputed, recomputed_is_legal),
+    "attention_weights, heads": function("attention_weights", recomputed_heads, recomputed_is_legal),
+    "attention_weights, packed": function("attention_weights", recomputed_packed, recomputed_is_legal),
+    "attention_maxima": function("attention_maxima", largest, recomputed_is_legal),
     "attention": function("attention", dense, dense_is_legal),
     "attention, plain": function("attention", dense_plain, dense_is_legal),
     "attention_with_lse": function("attention_with_lse", dense, dense_is_legal),

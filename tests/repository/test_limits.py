@@ -12,10 +12,12 @@ from source_values import Values, reads_by_place
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 DESCALES = ("q_descale", "k_descale", "v_descale")
+# One door and one file of kernels recompute scores, beside those of attention.
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
+    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 8)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
+RECOMPUTED = {"attention_weights", "attention_maxima"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LINES = 450  # of a file
 STATEMENTS, IN_KERNELS = 35, 86  # of a function, of one that a kernel runs
@@ -147,7 +149,7 @@ def wide_functions(sources: list[Source]) -> list[str]:
     found = []
     for source in sources:
         in_layers = source.parts[0] == "layers"
-        free = {"functional.py": PUBLIC, "cache/kv_cache.py": {"paged"}}.get(
+        free = {"functional.py": PUBLIC, "weights.py": RECOMPUTED, "cache/kv_cache.py": {"paged"}}.get(
             source.path, {"__init__", "forward"} if in_layers else set()
         )
         if source.path == "backends/operators.py":
@@ -192,18 +194,19 @@ def test_backends_stay_small():
     """The limit is what stood there in November 2026; a feature that needs more says so here.
 
     Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122; Hopper's
-    own kernels for them 5.
+    own kernels for them 5. Recomputed probabilities and largest scores, on three backends and by four
+    kernels, brought 507.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4248, f"{sum(found.values())} statements in backends/, not 4248: {found}"
+    assert sum(found.values()) <= 4755, f"{sum(found.values())} statements in backends/, not 4755: {found}"
 
 
 def test_the_benchmark_stays_small():
     """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
 
-    The tables of output gates and of heads wider than 256 brought 53.
+    The tables of output gates and of heads wider than 256 brought 54, that of recomputed probabilities 49.
     """
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1246
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1296
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)

@@ -27,11 +27,14 @@ def states(x: DenseShapes) -> Launch:
     return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
 
 
-def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
-    """Return the launch that lists the tiles to visit per block of queries, or of keys if ``by_keys``."""
+def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool, group: int | None = None) -> Lists:
+    """Return the launch that lists the tiles to visit per block of queries, or of keys if ``by_keys``.
+
+    A list of a block of keys covers ``group`` query heads; None stands for all that share the keys.
+    """
     from ..kernels.mask_tiles import HEADER, list_tiles
 
-    group = x.h // x.g if by_keys else 1
+    group = 1 if not by_keys else x.h // x.g if group is None else group
     (of_sequence, sequences), (of_head, heads) = (
         (0 if n == 1 else prod(x.states[at + 1 :]), n) for at, n in enumerate(x.states[:2])
     )

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
-from ..launching.config import LaunchConfig, fitting, widths
+from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
 # The keys and values of heads that run together may take this many bytes, about half of an H200's L2 cache.
 L2 = 24 << 20
@@ -182,6 +182,68 @@ FORWARD_WIDE = ((WIDEST, LaunchConfig(64, 32, 2, 8, tma=True)),)
 BACKWARD_VALUES_WIDE = ((WIDEST, LaunchConfig(32, 64, 2, 8, tma=True)),)
 BACKWARD_KEYS_WIDE = ((WIDEST, LaunchConfig(16, 64, 2, 8, tma=True)),)
 BACKWARD_QUERIES_WIDE = ((WIDEST, LaunchConfig(64, 16, 2, 8, tma=True)),)
+
+
+# The largest scores of queries: q stays, and keys pass by. Two programs fit on an SM of a Hopper GPU, so that
+# one multiplies while the other finds maxima. Not timed yet. Registers, programs per SM at d = 128 (triton
+# 3.7.1): entry 92, 2; 3 stages 150, 1; 128 x 64 with 4 stages 59, 2.
+MAXIMA = (
+    (128, LaunchConfig(128, 128, 2, 8, tma=True)),
+    (256, LaunchConfig(64, 64, 2, 4, tma=True)),
+)
+MAXIMA_WIDE = ((WIDEST, LaunchConfig(64, 32, 2, 8, tma=True)),)
+# The mass of keys: k stays, and queries pass by; else as above. Registers, programs per SM at d = 128:
+# entry 117, 2; 64 x 64 with 4 warps 117, 4; 128 x 128 with at most 128 registers spills 24 bytes, 2.
+MASS = (
+    (128, LaunchConfig(64, 128, 2, 8, tma=True)),
+    (256, LaunchConfig(64, 64, 2, 8, tma=True)),
+)
+MASS_WIDE = ((WIDEST, LaunchConfig(32, 64, 2, 8, tma=True)),)
+STATISTICS_SMALL = (
+    (128, LaunchConfig(64, 64, 2, 4)),
+    (256, LaunchConfig(64, 32, 2, 4)),
+    (WIDEST, LaunchConfig(32, 32, 2, 8)),
+)
+STATISTICS_FP32 = (
+    (64, LaunchConfig(32, 32, 1, 4)),
+    (128, LaunchConfig(32, 32, 1, 8)),
+    (WIDEST, LaunchConfig(16, 16, 1, 8)),
+)
+# Some rows and all keys, or some keys of each query: small tiles, whose rows are gathered.
+ROW_WEIGHTS = (
+    (128, LaunchConfig(64, 64, 1, 4)),
+    (256, LaunchConfig(32, 64, 1, 4)),
+    (WIDEST, LaunchConfig(32, 64, 1, 8)),  # 32 x 32 spills 504 bytes (sm_90, triton 3.7.1)
+)
+MEAN_WEIGHTS = (
+    (128, LaunchConfig(64, 64, 1, 4)),
+    (256, LaunchConfig(32, 32, 1, 4)),
+    (WIDEST, LaunchConfig(32, 32, 1, 8)),
+)
+
+
+def maxima(case: DenseCase, *, keys: int) -> LaunchConfig:
+    """Return the tiles of the kernel that finds the largest scores."""
+    return _first_that_fits(case, keys, MAXIMA, MAXIMA_WIDE, STATISTICS_SMALL, STATISTICS_FP32)
+
+
+def mass(case: DenseCase, *, keys: int) -> LaunchConfig:
+    """Return the tiles of the kernel that sums the probabilities of keys."""
+    return _first_that_fits(case, keys, MASS, MASS_WIDE, STATISTICS_SMALL, STATISTICS_FP32)
+
+
+def row_weights(case: DenseCase) -> LaunchConfig:
+    """Return the tiles of the kernel that computes the probabilities of some rows."""
+    return fitting(STATISTICS_FP32 if case.itemsize > 2 else ROW_WEIGHTS, _widest(case))
+
+
+def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
+    """Return the tiles of the kernel that averages the probabilities of some keys over heads.
+
+    Its rows are the ``group`` query heads that share a key.
+    """
+    config = fitting(STATISTICS_FP32 if case.itemsize > 2 else MEAN_WEIGHTS, _widest(case))
+    return config._replace(block_m=min(config.block_m, power_of_two(group)))
 
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
