@@ -23,6 +23,7 @@ Where to look next:
 
 - layers: MultiHeadAttention, GroupedQueryAttention, MultiQueryAttention, MultiHeadLatentAttention
 - functions: attention, varlen_attention, cached_attention, and explain, which says what a call runs on
+- looking at attention: attention_weights, attention_maxima
 - masks and scores: CAUSAL, FULL, sliding, mask_mod, score_mod, and the modules masks and scores
 - caches: KVCache, KVLayout; checkpoints: load_pretrained, and the modules convert and integrations
 - planning: sizes; several GPUs: parallel; drop-in replacements of SDPA and flash-attn: compat
@@ -73,6 +74,7 @@ from .rope.rope import Angles, Rope, rotate
 from .rope.scaling import QueryTemperature
 from .scores import ScoreFunction, score_mod
 from .tracing.trace import QUERY_OFFSET, TraceError
+from .weights import attention_maxima, attention_weights
 
 __version__ = "0.1.0"
 
@@ -125,6 +127,8 @@ __all__ = [
     "SlowPathWarning",
     "TraceError",
     "attention",
+    "attention_maxima",
+    "attention_weights",
     "attention_with_lse",
     "cached_attention",
     "cached_attention_with_lse",

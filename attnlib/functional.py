@@ -22,6 +22,7 @@ WITHOUT_LSE = ("attention", "varlen_attention", "cached_attention")
 EXPLAINED = MappingProxyType(  # the functions that explain() accepts, by module
     {
         __name__: (*WITHOUT_LSE, *(f"{name}_with_lse" for name in WITHOUT_LSE)),
+        f"{__package__}.weights": ("attention_maxima", "attention_weights"),
         f"{__package__}.parallel.functions": (
             *("context_attention", "gather_attention", "head_attention", "ring_attention"),
         ),

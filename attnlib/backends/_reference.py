@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.call import Call, PieceGradients, Score
 from ..call.spec import AttentionSpec
+from ..call.statistic import Statistic
 from ..fp8 import per_token
 from ..internal.philox import dropout_keep
 from ..kv import KVView
@@ -59,6 +60,47 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 cached_attention = attention
+
+
+def statistic(call: Call, wanted: Statistic) -> Tensor:
+    """Return a statistic of a call: attention whose values are unit vectors gives the probabilities."""
+    result = wanted.result(call.q, call.k).fill_(-torch.inf if wanted.kind == "maxima" else 0)
+    row = key = 0
+    for n, (q, k, _, start, end) in enumerate(_sequences(call)):
+        s, (t, g, _), packed = len(q), k.shape, call.packing is not None
+        units = torch.eye(t, dtype=wide(q), device=q.device)[:, None].expand(t, g, t)
+        out, lse = _sequence(n, q.to(wide(q)), k.to(wide(q)), units, start, end, call)
+        p, queries, keys = out.transpose(0, 1), slice(row, row + s), slice(key, key + t)  # p is [h, s, t]
+        if wanted.kind == "maxima" and t:
+            (result[:, queries] if packed else result[n])[:] = p.log().amax(-1) + lse
+        elif wanted.kind != "maxima":
+            given = wanted.lse[:, queries] if packed else wanted.lse[n]
+            p = p * torch.exp(lse - given).masked_fill(given == -torch.inf, 0)[..., None]
+            first = call.origin.key if isinstance(call.origin.key, int) else int(call.origin.key[n])
+            if wanted.kind == "heads":
+                own, at = (x[queries] if packed else x[n] for x in (result, wanted.at))
+                _add_means(own, p.mean(0), at - first)
+            elif wanted.rows is None:
+                (result[:, keys] if packed else result[n]).add_(p.sum(1))
+            else:
+                rows = wanted.rows if wanted.rows.dim() == 1 else wanted.rows[n]
+                at = slice(first, first + t) if wanted.kind == "rows" else keys if packed else slice(0, t)
+                _add_rows((result if packed else result[n])[..., at], p, (rows - row).tolist())
+        row, key = (row + s, key + t) if packed else (0, 0)
+    return result
+
+
+def _add_means(own: Tensor, p: Tensor, at: Tensor) -> None:
+    """Add probabilities ``[s, t]`` at the keys ``at`` to ``own``; both are ``[s, n]``."""
+    exists = (at >= 0) & (at < p.shape[-1])
+    own[exists] += p[exists.nonzero()[:, 0], at[exists]]
+
+
+def _add_rows(own: Tensor, p: Tensor, rows: list[int]) -> None:
+    """Add the probabilities of some rows of ``p`` ``[h, s, t]`` to ``own``: ``[h, r, t]``, or their sum."""
+    for slot, row in enumerate(rows):
+        if 0 <= row < p.shape[1]:
+            (own[:, slot] if own.dim() == 3 else own).add_(p[:, row])
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:

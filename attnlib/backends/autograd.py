@@ -17,16 +17,18 @@ from ..call.cache import Run
 from ..call.call import Call, PieceGradients
 from ..call.spec import NO_BACKWARD
 from ..internal.watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
-from .flops import backward_flops, cached_flops, forward_flops
+from .flops import backward_flops, cached_flops, forward_flops, statistic_flops
 from .operators import (
     BACKWARD,
     CACHED,
     FORWARD,
+    STATISTIC,
     TENSORS,
     Arguments,
     apart,
     fake_attention,
     fake_backward,
+    fake_statistic,
     flat,
 )
 from .registration import Operator, register
@@ -209,6 +211,11 @@ def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> tor
     Its registered backward only raises an error. Without it, torch would drop the gradient with a warning.
     """
     return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
+
+
+def register_statistic(name: str, run: Callable[..., Tensor]) -> torch.library.Library | None:
+    """Register ``{name}_statistic``, an operator without a gradient; keep the library that is returned."""
+    return register(Operator(f"{name}_statistic{STATISTIC}", run, fake_statistic, statistic_flops))
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .operators import Arguments, CachedArguments
+from .operators import Arguments, CachedArguments, statistic_of
 
 BACKENDS = ("torch", "triton", "triton_generic")  # the backends that register operators
 
@@ -69,9 +69,33 @@ backward_flops: Callable[..., int] = _formula(
 cached_flops: Callable[..., int] = _formula(CachedArguments, _cached_pairs, d=1, e=1)
 
 
+def statistic_flops(*arguments, out_val=None) -> int:
+    """Return the FLOPs of a statistic operator: one product over the channels of a key for each pair.
+
+    If there are ``rows``, only their queries count, and with ``at`` only these keys.
+    """
+    a, statistic = statistic_of(arguments)
+    pairs = _pairs(a)
+    if statistic.at is not None:
+        pairs = statistic.at.numel()
+    elif statistic.rows is not None:
+        rows = statistic.rows
+        sequences = 1 if a.cu_seqlens_q is not None or rows.dim() == 2 else a.q.shape[0]
+        pairs = sequences * rows.numel() * (statistic.width or a.k.shape[-3])
+    return 2 * a.q.shape[-2] * pairs * a.q.shape[-1]
+
+
+statistic_flops._get_raw = True  # see _formula
+
+
 def formulas() -> Mapping[object, Callable[..., int]]:
     """Return the FLOP formula of each attention operator; the backends must be loaded."""
-    kinds = {"forward": forward_flops, "backward": backward_flops, "cached": cached_flops}
+    kinds = {
+        "forward": forward_flops,
+        "backward": backward_flops,
+        "cached": cached_flops,
+        "statistic": statistic_flops,
+    }
     return MappingProxyType(
         {
             getattr(torch.ops.attnlib, f"{backend}_{kind}"): flops

@@ -4,6 +4,7 @@ torch's dispatcher takes arguments as one flat list. Their order is defined only
 field names.
 """
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple, get_args, get_type_hints
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..call.call import Call, Score
 from ..call.functions import Functions
+from ..call.statistic import Statistic
 from ..fp8 import E4M3
 from ..internal.watched import is_transforming
 from ..masks.band import Mask
@@ -191,6 +193,7 @@ BACKWARD = (
     f" -> ({', '.join(['Tensor'] * 6)})"
 )
 CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
+STATISTIC = f"({_typed(Arguments)}, {_typed(Statistic)}) -> Tensor"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 
 
@@ -237,6 +240,23 @@ def wide(x: Tensor) -> torch.dtype:
 def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
     """Return the shapes and dtypes of an attention operator's results, as tensors without values."""
     return outputs(q, k if v is None else v)
+
+
+def fake_statistic(*given: object) -> Tensor:
+    """Return a tensor without values in the shape and dtype of a statistic operator's result."""
+    a, statistic = statistic_of(given)
+    return statistic.result(a.q, a.k)
+
+
+def flat_statistic(call: Call, statistic: Statistic) -> tuple:
+    """Return a validated call and a statistic as the arguments of an operator."""
+    return *flat(call), *statistic
+
+
+def statistic_of(given: Sequence[object]) -> tuple[Arguments, Statistic]:
+    """Return the call and the statistic whose arguments an operator got."""
+    count = len(Arguments._fields)
+    return Arguments(*given[:count]), Statistic(*given[count:])
 
 
 def fake_backward(

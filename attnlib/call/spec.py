@@ -28,6 +28,8 @@ class AttentionSpec(NamedTuple):
         strided: the names of tensors whose last dimension is not contiguous.
         layout, page_size, batch_invariant: set for cached calls only.
         interpreted: True if Triton's interpreter runs the kernels, without a GPU.
+        statistic: the kind of a :class:`~attnlib.call.statistic.Statistic` that is computed instead of the
+            output; empty for attention.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class AttentionSpec(NamedTuple):
     batch_invariant: bool
     interpreted: bool = False
     functions: Programs | None = None
+    statistic: str = ""
 
     @property
     def without_backward(self) -> list[str]:

@@ -12,6 +12,7 @@ from ..backends import _reference, _torch, _triton, flops
 from ..call.cache import CallCache, Run
 from ..call.call import Call, PieceGradients
 from ..call.spec import AttentionSpec
+from ..call.statistic import Statistic
 from ..internal.probes import ANSWERS, NotNow, is_first
 from ..internal.signatures import leading_to
 
@@ -32,6 +33,7 @@ class Backend(Protocol):
         slow: return the reasons why a call would copy K or V, materialise scores or wait for the device.
         failures: return which private functions of torch and Triton did not work, and what that costs.
         attention, cached_attention: run a validated call and return ``(out, lse)``.
+        statistic: compute a quantity from the scores of a validated call without a cache.
         gradients: return the gradients of a chunk of a larger call, from the larger call's dout, output and
             LSE at the chunk's queries.
         prepare: return a faster function that repeats a call, or None.
@@ -45,6 +47,7 @@ class Backend(Protocol):
     failures: Callable[[AttentionSpec], list[str]]
     attention: Callable[[Call], tuple[Tensor, Tensor]]
     cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
+    statistic: Callable[[Call, Statistic], Tensor]
     gradients: Callable[[Call, Tensor, Tensor, Tensor], PieceGradients]
     prepare: Callable[[Call], Run | None]
     variant: Callable[[Call], str]
@@ -123,7 +126,7 @@ class Explanation(NamedTuple):
         fields = {
             name: str(value).replace("torch.", "")
             for name, value in self.spec._asdict().items()
-            if name not in ("kind", "functions") and value not in (None, False, (), 0)
+            if name not in ("kind", "functions") and value not in (None, False, (), 0, "")
         }
         width = max(map(len, fields))
         return [f"  {name:{width}}  {value}" for name, value in fields.items()]

@@ -1,12 +1,13 @@
 """Cache operations on the device: write tokens, copy pages, and schedule the sequences of a step."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.cache import Key, Write
+from ..fp8 import E4M3
 from ..internal.checks import are_checks_on, check_slots
 from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
@@ -92,3 +93,50 @@ def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
     for plane in (*planes, *scales):
         if plane is not None:
             plane[target] = plane[source]
+
+
+class StoredKeys(NamedTuple):
+    """The visible keys of a view's sequences, one sequence after another.
+
+    Attributes:
+        k: keys ``[t, g, d]`` in the layout's dtype; over latents, ``[latent | rope]`` with ``g = 1``.
+        sequence, position: int64 ``[t]``, the sequence and the storage index of each key.
+        starts: int32 ``[b]``, the storage index of each sequence's first visible key.
+        offsets: int32 ``[b + 1]``, the rows at which sequences start.
+        longest: the largest length of a sequence, with the keys before its start.
+    """
+
+    k: Tensor
+    sequence: Tensor
+    position: Tensor
+    starts: Tensor
+    offsets: Tensor
+    longest: int
+
+
+def stored_keys(kv: KVView) -> StoredKeys:
+    """Gather the visible keys of a view, and dequantise them; waits for the device to read their number."""
+    starts, device = torch.minimum(kv.starts.clamp(min=0), kv.lengths), kv.k.device
+    counts = kv.lengths - starts
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    # One copy reads both numbers. The added 0 is the longest length without sequences.
+    total, longest = torch.stack((offsets[-1], torch.cat((kv.lengths, offsets[:1])).max())).tolist()
+    sequence = torch.repeat_interleave(counts.long(), output_size=total)
+    position = torch.arange(total, device=device) + (starts - offsets[:-1])[sequence]
+    page, slot = kv.table[sequence, position // kv.page_size].long(), position % kv.page_size
+
+    def take(x: Tensor) -> Tensor:
+        if x.dtype == E4M3:  # torch 2.11 cannot index fp8 on a CPU
+            return take(x.view(torch.uint8)).view(E4M3)
+        return x[page, slot]
+
+    def read(plane: Tensor, scale: Tensor | None) -> Tensor:
+        return (
+            take(plane)
+            if scale is None
+            else (take(plane).float() * take(scale)[..., None]).to(kv.layout.dtype)
+        )
+
+    k = read(kv.k, kv.k_scale)
+    k = k if kv.k_rope is None else torch.cat((k, read(kv.k_rope, None)), -1)
+    return StoredKeys(k, sequence, position, starts, offsets, longest)

@@ -18,7 +18,7 @@ UNDER_PLANS = (
     "call",
 )
 CACHES = ("cache/kv_cache", "cache")
-OVER_LAYERS = ("layers", *CACHES, "functional", "sizes", *VALUES)
+OVER_LAYERS = ("layers", *CACHES, "functional", "weights", "sizes", *VALUES)
 RUNNING = ("dispatch/run", "dispatch/storage", "packing")
 # A room may import only rooms below it. bench imports what users do.
 ROOMS = {
@@ -30,6 +30,7 @@ ROOMS = {
         "cache",
         "cache/kv_cache",
         "functional",
+        "weights",
         "dispatch",
         "dispatch/warnings",
         "merge",
@@ -50,13 +51,22 @@ ROOMS = {
     "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
     "compat": {*OVER_LAYERS, *RUNNING, "call"},
     "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
-    "layers": {"functional", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
+    "layers": {"functional", "weights", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
     "cache/prefixes": {"cache", "dispatch", "call", *VALUES},
     "cache": {"dispatch/storage", *VALUES},
     "functional": {"dispatch/run", "dispatch", "dispatch/warnings", "call", *VALUES},
+    "weights": {"dispatch/statistics", "call", *VALUES},
     "dispatch/warnings": {"call", *VALUES},
+    "dispatch/statistics": {
+        "dispatch/run",
+        "dispatch/placements",
+        "dispatch/storage",
+        "dispatch",
+        "call",
+        *VALUES,
+    },
     "dispatch/run": {"dispatch/placements", "dispatch", "call", *VALUES},
     "dispatch/placements": {"call", *VALUES},
     "dispatch/storage": {"dispatch", "call", *VALUES},

@@ -309,6 +309,8 @@ def test_the_exports():
             "QueryTemperature",
             "TraceError",
             "attention",
+            "attention_maxima",
+            "attention_weights",
             "attention_with_lse",
             "cached_attention",
             "cached_attention_with_lse",

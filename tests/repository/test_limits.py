@@ -13,9 +13,10 @@ SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 DESCALES = ("q_descale", "k_descale", "v_descale")
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
+    dict.fromkeys(SCORE_OPTIONS, 11) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
+RECOMPUTED = {"attention_weights", "attention_maxima"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LINES = 450  # of a file
 STATEMENTS, IN_KERNELS = 35, 86  # of a function, of one that a kernel runs
@@ -147,7 +148,7 @@ def wide_functions(sources: list[Source]) -> list[str]:
     found = []
     for source in sources:
         in_layers = source.parts[0] == "layers"
-        free = {"functional.py": PUBLIC, "cache/kv_cache.py": {"paged"}}.get(
+        free = {"functional.py": PUBLIC, "weights.py": RECOMPUTED, "cache/kv_cache.py": {"paged"}}.get(
             source.path, {"__init__", "forward"} if in_layers else set()
         )
         if source.path == "backends/operators.py":
@@ -191,10 +192,11 @@ def test_a_planted_wide_function_is_found():
 def test_backends_stay_small():
     """The limit is what stood there in November 2026; a feature that needs more says so here.
 
-    Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122.
+    Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122. Recomputed
+    probabilities and largest scores, on three backends, brought 200.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4243, f"{sum(found.values())} statements in backends/, not 4243: {found}"
+    assert sum(found.values()) <= 4443, f"{sum(found.values())} statements in backends/, not 4443: {found}"
 
 
 def test_the_benchmark_stays_small():

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from ...call.call import Call, PieceGradients
 from ...call.spec import AttentionSpec
+from ...call.statistic import Statistic
 from ...internal import watched
 from ...internal.watched import are_watched
 from ...kv import KVView
 from ...rope.rope import Angles, rotate
-from ..operators import flat, flat_over_view
+from ..operators import flat, flat_over_view, flat_statistic
 from . import fused
 from .efficient import may_take
 from .implementations import OPERATORS, cached
+from .implementations import statistic as computed
 from .pages import quantise
 
 EFFICIENT = "runs on torch's memory-efficient attention, since attnlib's kernels do not take the call"
@@ -60,6 +62,12 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Return attention over a cache and its LSE, gathering at most 512 tokens at a time."""
     run = torch.ops.attnlib.torch_cached if are_watched(call.q, call.q, call.q) else cached
     return run(*flat_over_view(call))
+
+
+def statistic(call: Call, wanted: Statistic) -> Tensor:
+    """Return a quantity that is computed from the scores of a dense or packed call."""
+    run = torch.ops.attnlib.torch_statistic if are_watched(call.q, call.k, call.v) else computed
+    return run(*flat_statistic(call, wanted))
 
 
 def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:

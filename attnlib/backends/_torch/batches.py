@@ -39,6 +39,11 @@ class Batch(NamedTuple):
     value_factor: Tensor | None
     functions: Functions | None
 
+    @property
+    def is_packed(self) -> bool:
+        """True if the batch is one sequence of a packed call."""
+        return len(self.index) == 2
+
     def select(self, x: Tensor) -> Tensor:
         """Return the batch's part of a tensor ``[..., s, h, *]`` of the call."""
         return _at(x, self.index)

@@ -6,10 +6,18 @@ Lengths, offsets and page tables are copied to the host, since Python code loops
 import torch
 from torch import Tensor
 
-from ..autograd import Operators, register_cached
-from ..operators import Arguments, CachedArguments, count_learnt, fake_write, option_grads, outputs
+from ..autograd import Operators, register_cached, register_statistic
+from ..operators import (
+    Arguments,
+    CachedArguments,
+    count_learnt,
+    fake_write,
+    option_grads,
+    outputs,
+    statistic_of,
+)
 from ..registration import Operator, register
-from . import fused, pages, tiles
+from . import fused, pages, statistics, tiles
 from .batches import Batch, batches, cached_batches
 
 
@@ -41,6 +49,15 @@ def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
 def _attend(batch: Batch) -> tuple[Tensor, Tensor]:
     causal = fused.causality(batch)
     return tiles.forward(batch) if causal is None else fused.forward(batch, causal)
+
+
+def statistic(*arguments):
+    """Return a statistic of a call on tensors."""
+    a, wanted = statistic_of(arguments)
+    if torch.is_autocast_enabled(a.q.device.type):  # as in attention: autocast would sum in 16 bits
+        with torch.autocast(a.q.device.type, enabled=False):
+            return statistics.statistic(a, wanted)
+    return statistics.statistic(a, wanted)
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,4 +112,8 @@ def _write(k, v, new_k, new_v, slots):
 
 WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"
 OPERATORS = Operators("torch", _forward, _backward)
-_libraries = register_cached("torch", cached), register(Operator(WRITE, _write, fake_write))
+_libraries = (
+    register_cached("torch", cached),
+    register_statistic("torch", statistic),
+    register(Operator(WRITE, _write, fake_write)),
+)

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     k: Tensor
     v: Tensor
     scores: Tensor  # [n * g, f * s, t]; -inf if the mask hides a pair
-    tanh: Tensor | None  # tanh(score / softcap)
+    tanh: Tensor | None  # tanh(score / softcap), [n, h, s, t]
     hidden: Tensor | None  # bool [s, t], with a mask function [n, h, s, t]; None if nothing is hidden
     distance: Tensor | None  # |i - j| for ALiBi, [s, t]
     indices: dict[str, Tensor] | None  # the inputs of mask and score functions
@@ -66,12 +66,12 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
-    for block in _query_blocks(batch):
+    for block in query_blocks(batch):
         m_i = block.column(lse)
         l_i = (m_i > -torch.inf).to(m_i.dtype)
         acc = block.q.new_zeros(*block.q.shape[:2], out.shape[-1])
-        for start, stop in _key_ranges(batch.keys, block):
-            if (tile := _tile(batch, block, start, stop)) is None:
+        for start, stop in key_ranges(batch.keys, block):
+            if (tile := tile_of(batch, block, start, stop)) is None:
                 continue
             new_m = torch.maximum(m_i, tile.scores.amax(-1, keepdim=True))
             # If a query has not seen a key yet, its maximum is -inf, and subtracting that would give NaN.
@@ -107,11 +107,11 @@ def backward(
         by_score = by_score._replace(reads=())
     # A query that sees no key has the LSE -inf. Replacing it with +inf makes its probabilities 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    for block in _query_blocks(batch):
+    for block in query_blocks(batch):
         do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
         row_lse, row_delta, row_dq = block.column(lse), block.column(delta), torch.zeros_like(block.q)
-        for start, stop in _key_ranges(keys, block):
-            if (tile := _tile(batch, block, start, stop)) is None:
+        for start, stop in key_ranges(keys, block):
+            if (tile := tile_of(batch, block, start, stop)) is None:
                 continue
             p = tile.scores.sub_(row_lse).exp_()
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
@@ -123,7 +123,7 @@ def backward(
                     (-1, -2)
                 )
             if tile.tanh is not None:
-                ds = ds * (1 - tile.tanh.square())
+                ds = ds * (1 - tile.tanh.view_as(ds).square())
             row_dq += ds @ tile.k
             at = (block.sequences, slice(None), slice(start - keys.start, stop - keys.start))
             dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # block.q already includes the scale
@@ -134,21 +134,25 @@ def backward(
     return dq, *(x.transpose(1, 2).to(q.dtype) for x in (dk, dv)), dslopes
 
 
-def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
+def query_blocks(batch: Batch, span: slice | None = None, only: int | None = None) -> Iterator[QueryBlock]:
     """Yield blocks of queries, small enough that a tile of their scores fits in a core's cache.
 
-    Queries that see no key are left out and never read, so they may be NaN.
+    Queries that see no key are left out and never read, so they may be NaN. ``span`` restricts the blocks to
+    some queries, and ``only`` to one sequence of the batch.
     """
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
-    first, last = mask.queries(batch.first, batch.first + s, keys.start, keys.stop)
+    span = slice(0, s) if span is None else span
+    first, last = batch.first + span.start, batch.first + span.stop
+    first, last = mask.queries(first, last, keys.start, keys.stop)
     width = max(1, h * min(KEYS, keys.span, keys.stop - keys.start))
     sequences = max(1, SCORES // (width * max(1, min(s, 64))))
     queries = max(16, min(512, SCORES // (width * min(b, sequences))))
-    for n in range(0, b, sequences):
+    end = b if only is None else only + 1
+    for n in range(only or 0, end, sequences):
         for i0 in range(first, last, queries):
             i1 = min(last, i0 + queries)
-            at = slice(n, min(b, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
+            at = slice(n, min(end, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
             start, stop = mask.keys(i0, i1, keys.stop)
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
             block = QueryBlock(*at, max(start, keys.start), stop, own)
@@ -156,7 +160,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
             yield block if factor is None else block._replace(q=own * block.column(factor))
 
 
-def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
+def key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
     """Yield the ranges of keys for the tiles of a block, each of which can be read at once."""
     start = block.start
     while start < block.stop:
@@ -166,27 +170,22 @@ def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
+def tile_of(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
     """Compute the tile of a block and the keys ``[start, stop)``; None if a mask function hides all of it."""
-    h, q, score = batch.q.shape[2], block.q, batch.score
+    h, q = batch.q.shape[2], block.q
     first, last = batch.first + block.rows.start, batch.first + block.rows.stop
     i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
     hidden = None if batch.mask.covers(first, last, start, stop) else ~batch.mask.visible(i, j)
-    indices = None if batch.functions is None else _indices(batch, block, i, j)
+    indices = None if batch.functions is None else indices_of(batch, block, i, j)
     if batch.functions is not None and batch.functions.mask is not None:
         hidden = _hidden(batch, indices, hidden)
         if hidden.all():
             return None
         hidden = hidden if hidden.any() else None
     k, v = (x.flatten(0, 1).to(q.dtype) for x in batch.keys.read(block.sequences, start, stop))
-    scores = q @ k.mT
-    tanh = distance = weight = None
-    if score.softcap is not None:
-        tanh = torch.tanh(scores / score.softcap)
-        scores = tanh * score.softcap
-    if score.alibi_slopes is not None:
-        distance = (i - j).abs().to(q.dtype)
-        scores = (scores.view(-1, h, *distance.shape) - _slopes(batch, block) * distance).view_as(scores)
+    products, weight = q @ k.mT, None
+    scores, tanh, distance = modified(batch, block, products.view(-1, h, last - first, stop - start), i, j)
+    scores = scores.view_as(products)
     if batch.functions is not None and batch.functions.score is not None:
         indices |= {"score": scores.view(-1, h, *i.shape[:1], *j.shape)}
         scores = _score_forward(batch, indices, hidden).view_as(scores)
@@ -194,6 +193,23 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
     if batch.dropout.p > 0:
         weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
     return Tile(k, v, scores, tanh, hidden, distance, indices, weight)
+
+
+def modified(
+    batch: Batch, block: QueryBlock, scores: Tensor, i: Tensor, j: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Apply softcap and ALiBi to products ``[n, h, s, t]``.
+
+    Return the scores, the tanh of the softcap, and the distances ``|i - j|``; these are None without options.
+    """
+    tanh = distance = None
+    if (softcap := batch.score.softcap) is not None:
+        tanh = torch.tanh(scores / softcap)
+        scores = tanh * softcap
+    if batch.score.alibi_slopes is not None:
+        distance = (i - j).abs().to(scores.dtype)
+        scores = scores - _slopes(batch, block) * distance
+    return scores, tanh, distance
 
 
 def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
@@ -225,7 +241,7 @@ def _hide(x: Tensor, hidden: Tensor | None, heads: int, value: float) -> None:
         x.view(-1, heads, *hidden.shape[-2:]).masked_fill_(hidden, value)
 
 
-def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str, Tensor]:
+def indices_of(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str, Tensor]:
     """Return the inputs of mask and score functions for a tile ``[n, h, s, t]`` of queries and keys."""
     origin, device = batch.origin, i.device
     n, sequences = batch.sequence + origin.sequence, block.sequences

@@ -6,6 +6,7 @@ from torch import Tensor
 from ...call.cache import Run
 from ...call.call import Call, PieceGradients
 from ...call.spec import AttentionSpec
+from ...call.statistic import Statistic
 from ...fp8 import E4M3
 from ...internal import watched
 from .decode.operators import Cached
@@ -13,6 +14,7 @@ from .decode.peers import peer_memory
 from .decode.schedule import new_schedule, update_schedule
 from .decode.writes import cannot_store, write_cache
 from .dense.operators import Dense
+from .dense.statistics import Statistics
 from .dense.tables import WIDE, WIDEST, WIDEST_VALUE
 from .launching import launch
 from .launching.launch import against
@@ -30,6 +32,7 @@ class TritonBackend:
 
     def __init__(self, name: str, *, hopper: bool):
         self.dense, self.cached = Dense(name, hopper=hopper), Cached(name, hopper=hopper)
+        self.statistics = Statistics(name)
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Return the reasons why this backend cannot run ``spec``."""
@@ -37,6 +40,8 @@ class TritonBackend:
         # The GPU must support the dtype in which the kernels multiply matrices.
         dtype = layout.dtype if layout is not None and layout.rope_dim else spec.dtype
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
+        if spec.statistic:
+            reasons.append("computes no statistics")
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
         if spec.device == "cuda" and spec.arch < 89:
@@ -74,6 +79,10 @@ class TritonBackend:
     def cached_attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return attention over a cache and its LSE."""
         return self.cached.attention(call)
+
+    def statistic(self, call: Call, wanted: Statistic) -> Tensor:
+        """Return a quantity that is computed from the scores of a dense or packed call."""
+        return self.statistics.statistic(call, wanted)
 
     def gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
         """Return what ``call``, a chunk of a larger call, contributes to the gradients of that larger call.
