@@ -4,14 +4,154 @@ See Kimi Team, 2025, arXiv 2507.20534 (MuonClip). Their tau is ``bound``, their 
 S_max is the largest product ``scale * q·k`` of a head over the visible pairs of a step.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from .call.call import Call
+from .call.statistic import Statistic
+from .dispatch.run import Interceptor, attend
+from .dispatch.statistics import compute
 from .internal.checks import bind, is_strided, refuse_tensor
 from .internal.signatures import kind
 from .layers import GroupedQueryAttention, MultiHeadLatentAttention
 
+if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
+    from torch.distributed.device_mesh import DeviceMesh
+
 Layer = GroupedQueryAttention | MultiHeadLatentAttention
+
+
+@kind
+class QKClip:
+    """QK-clip of all attention layers in a model: record the products of a step, and clip after it.
+
+    The maxima come from the queries and keys that the layers compute anyway; nothing is projected twice. They
+    are the largest of all recorded calls, which may be microbatches, and of all ranks: those of the meshes of
+    DTensor weights (FSDP2 and tensor parallelism), those of a layer's ``context_parallel``, and those in
+    ``mesh``. Recording works under torch.compile and activation checkpointing.
+
+    Args:
+        model: a module with attention layers, or an ``nn.ModuleList`` of some of its layers.
+        bound: the largest product ``scale * q·k`` that is not clipped; see :func:`clip_`.
+        mesh: ranks that train the same weights on other tokens, such as those of DistributedDataParallel. It
+            may have several dimensions.
+
+    Raises:
+        TypeError, ValueError: there is no layer to clip, or a layer cannot be clipped, as in :func:`clip_`;
+            or an argument does not fit.
+
+    >>> model = MultiHeadAttention(64, 4, mask=CAUSAL)
+    >>> optimizer, qk_clip = torch.optim.SGD(model.parameters(), lr=0.1), QKClip(model)
+    >>> with qk_clip.record():
+    ...     loss = model(torch.randn(2, 9, 64)).square().mean()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> qk_clip.step()["model"].shape
+    torch.Size([4])
+    """
+
+    def __init__(self, model: nn.Module, *, bound: float = 100.0, mesh: "DeviceMesh | None" = None):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        check_bound(bound)
+        if mesh is not None and not hasattr(mesh, "get_group"):
+            raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+        found = {path or "model": x for path, x in model.named_modules() if isinstance(x, Layer)}
+        if not found:
+            raise ValueError(f"model: expected a module with attention layers, got {type(model).__name__}")
+        for path, layer in found.items():
+            check_layer(path, layer)
+        self.layers, self.bound, self.mesh = found, bound, mesh
+        self._maxima: dict[str, Tensor] = {}
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the calls of the layers in a ``with`` block; the backward may be inside or outside.
+
+        In the block, every layer computes the largest product of each query too. Queries of padding count,
+        unless their products are NaN.
+        """
+        backends = {path: layer.backend for path, layer in self.layers.items()}
+        try:
+            for path, layer in self.layers.items():
+                if path not in self._maxima:
+                    self._maxima[path] = _nothing_yet(layer)
+                layer.backend = _Recorder(layer.backend, self._maxima[path])
+            yield
+        finally:
+            for path, layer in self.layers.items():
+                layer.backend = backends[path]
+
+    def step(self) -> dict[str, Tensor]:
+        """Clip all layers in place, and return their maxima ``[h]`` since the last step, by path.
+
+        Call it after ``optimizer.step()``, on every rank. The maxima are those before clipping. Nothing is
+        read from the device.
+
+        Raises:
+            RuntimeError: no call has been recorded yet.
+        """
+        if not self._maxima:
+            raise RuntimeError("step: expected calls of the model within `with record():`, got none")
+        found = self._over_ranks()
+        for path, layer in self.layers.items():
+            clip_(layer, found[path], bound=self.bound)
+            self._maxima[path].fill_(-torch.inf)
+        return found
+
+    def _over_ranks(self) -> dict[str, Tensor]:
+        """Return the largest maxima of all ranks, with one exchange for all layers on the same meshes."""
+        paths_of, found = defaultdict(list), {}
+        for path, layer in self.layers.items():
+            ranks = layer.context_parallel and layer.context_parallel.mesh
+            meshes = getattr(_query_weight(layer), "device_mesh", None), ranks, self.mesh
+            paths_of[meshes].append(path)
+        for meshes, paths in paths_of.items():
+            largest = torch.cat([self._maxima[path] for path in paths])
+            for mesh in meshes:
+                for dim in range(0 if mesh is None else mesh.ndim):
+                    from torch.distributed import ReduceOp, all_reduce
+
+                    all_reduce(largest, ReduceOp.MAX, mesh.get_group(dim))
+            sizes = [self.layers[path].num_heads for path in paths]
+            found |= zip(paths, largest.split(sizes), strict=True)
+        return found
+
+
+class _Recorder(Interceptor):
+    """Runs calls, and keeps the largest product of each head in ``maxima`` ``[h]``."""
+
+    def __init__(self, name: str | None, maxima: Tensor, first: int = 0):
+        self.name, self.maxima, self.first = name, maxima, first
+
+    def from_head(self, first: int) -> "_Recorder":
+        return _Recorder(self.name, self.maxima, self.first + first)
+
+    def answer(self, call: Call) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            products = compute(call, Statistic("products"), self.name)  # [..., h, s]
+            if products.numel():
+                products = products.masked_fill(products.isnan(), -torch.inf)
+                largest = products.movedim(-2, 0).flatten(1).amax(1)
+                own = self.maxima.narrow(0, self.first, largest.shape[0])
+                own.copy_(torch.maximum(own, largest))
+        return attend(call, self.name)
+
+
+def _nothing_yet(layer: Layer) -> Tensor:
+    """Return the maxima ``[h]`` of a layer before its first call."""
+    weight = _query_weight(layer)
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.full((layer.num_heads,), -torch.inf, dtype=wide, device=weight.device)
+
+
+def _query_weight(layer: Layer) -> Tensor:
+    return (layer.q_proj if getattr(layer, "q_lora_rank", None) is None else layer.q_b_proj).weight
 
 
 @kind

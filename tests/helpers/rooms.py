@@ -51,6 +51,7 @@ ROOMS = {
     "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
     "compat": {*OVER_LAYERS, *RUNNING, "call"},
     "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
+    "qk_clip": {"layers", "dispatch/statistics", "dispatch/run", "call", *VALUES},
     "layers": {"functional", "weights", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},

@@ -1,4 +1,6 @@
-"""QK-clip multiplies the products of each head by g, and changes nothing else that a layer computes."""
+"""QK-clip multiplies the products of each head by g, and changes nothing else that a layer computes; what is
+recorded are the largest products of visible pairs.
+"""
 
 import pytest
 import torch
@@ -7,8 +9,10 @@ from hypothesis import strategies as st
 from layer_helpers import HIDDEN, grouped, latent
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
-from attnlib.qk_clip import clip_
+from attnlib import CAUSAL, QueryTemperature, mask_mod, scores, sliding
+from attnlib.qk_clip import QKClip, clip_
 
 LAYERS = {
     "mha": lambda: grouped(4, bias=True),
@@ -183,3 +187,150 @@ def test_k_norm_alone_is_refused_too():
     layer.k_norm = nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"layer\.k_norm"):
         clip_(layer, torch.ones(4))
+
+
+RECORDED = {
+    "mha": lambda: grouped(4, bias=True),
+    "gqa, window and options": lambda: grouped(2, mask=sliding(3), softcap=0.1, sinks=True, alibi=True),
+    "mqa, temperature": lambda: grouped(1, temperature=QueryTemperature(0.5, 4)),
+    "gqa, functions": lambda: grouped(
+        mask=CAUSAL & mask_mod(lambda b, h, i, j: (i + j + h) % 3 != 0),
+        score=scores.distance_bias(torch.randn(4, 5)),
+    ),
+    "gqa, dropout": lambda: grouped(dropout_p=0.5),
+    "mla, expanded": lambda: latent("expanded"),
+    "mla, absorbed": lambda: latent("absorbed", q_lora_rank=7),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return RECORDED[name]()
+
+
+@torch.no_grad()
+def largest(layer: nn.Module, x: Tensor = X) -> Tensor:
+    """The largest product of each head among the pairs that the mask shows, ``[h]``."""
+    tokens = torch.arange(x.shape[1])
+    angles = layer.rope.angles(tokens)
+    q = layer.query(x, angles, None if layer.temperature is None else tokens)
+    q = torch.cat(q, -1) if isinstance(q, tuple) else q
+    is_latent = hasattr(layer, "kv_b_proj")
+    k = layer.expand(*layer.latent(x, angles))[0] if is_latent else layer.key_value(x, angles)[0]
+    products = layer.scale * torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(4 // k.shape[2], 2))
+    i, j, zero = tokens[:, None], tokens, torch.tensor(0)
+    functions = () if layer.mask_tensors is None else (zero, torch.arange(4)[:, None, None])
+    shown = layer.mask.visible(*functions, i, j, *(zero for _ in functions[1:]))
+    return products.masked_fill(~shown, -torch.inf).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_recorded_is_the_largest_visible_product_of_all_microbatches(name):
+    layer = made(name)
+    qk_clip = QKClip(nn.ModuleDict({"block": layer}), bound=1e9)
+    projected = []
+    query = layer.q_b_proj if getattr(layer, "q_lora_rank", None) else layer.q_proj
+    query.register_forward_hook(lambda *_: projected.append(1))
+    expected = torch.maximum(largest(layer), largest(layer, 3 * X[:, :4]))
+    projected.clear()
+    for x in (X, 3 * X[:, :4]):
+        outside = layer.eval()(x)
+        with qk_clip.record():
+            torch.testing.assert_close(layer(x), outside, rtol=0, atol=0)
+            layer.train()(x).sum().backward()
+    assert len(projected) == 6, "queries are not projected again"
+    layer(100 * X)  # not recorded
+    maxima = qk_clip.step()
+    assert maxima.keys() == {"block"}
+    torch.testing.assert_close(maxima["block"], expected, rtol=1e-12, atol=1e-14)
+    assert qk_clip.step()["block"].eq(-torch.inf).all(), "a step forgets what was recorded"
+
+
+@pytest.mark.parametrize("name", ["mha", "mla, expanded"])
+def test_a_step_clips(name):
+    layer = made(name)
+    qk_clip, before = QKClip(layer, bound=0.01), largest(layer)
+    with qk_clip.record():
+        layer(X)
+    torch.testing.assert_close(qk_clip.step()["model"], before)
+    torch.testing.assert_close(largest(layer), before.clamp(max=0.01))
+
+
+@pytest.mark.parametrize("name", ["gqa, window and options", "mla, expanded"])
+def test_packed_and_padded_calls_are_recorded_as_sequences_alone(name):
+    layer = made(name)
+    found, poisoned = [], torch.full((1, 3, HIDDEN), torch.nan, dtype=torch.float64)
+    qk_clip, ends = QKClip(layer), torch.tensor([0, 5, 5, 14], dtype=torch.int32)
+    packed = torch.cat((X[0, :5], X[1], poisoned[0]))
+    dense = torch.cat((X[:1], poisoned), 1), torch.cat((poisoned, X[1:]), 1)
+    there = torch.tensor([[0] * 3 + [1] * 9])
+    for x, inputs in (
+        (packed, {"cu_seqlens": ends}),
+        (dense[0], {"key_ends": torch.tensor([9], dtype=torch.int32)}),
+        (dense[1], {"attention_mask": there, "positions": there.cumsum(1) - 1}),
+    ):
+        with qk_clip.record():
+            layer(x, **inputs)
+        found.append(qk_clip.step()["model"])
+    alone = [torch.maximum(largest(layer, X[:1, :5]), largest(layer, X[1:])), largest(layer, X[:1])]
+    for ours, expected in zip(found, [*alone, largest(layer, X[1:])], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_keys_of_another_layer_are_recorded():
+    owner, reader = made("mha"), grouped(4, own_keys=False)
+    qk_clip = QKClip(nn.ModuleList((owner, reader)))
+    angles = owner.rope.angles(ANGLES)
+    keys = owner.key_value(X, angles)
+    with qk_clip.record():
+        reader(X, keys=keys)
+    q = reader.query(X, angles)
+    products = reader.scale * torch.einsum("bshd,bthd->bhst", q, keys[0])
+    products = products.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    maxima = qk_clip.step()
+    torch.testing.assert_close(maxima["1"], products.amax((0, 2, 3)).detach(), rtol=1e-12, atol=1e-14)
+    assert maxima["0"].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["gqa, window and options", "mla, absorbed"])
+def test_compiled_and_checkpointed_layers_are_recorded(name):
+    layer = made(name)
+    expected, qk_clip = largest(layer), QKClip(layer)
+    with qk_clip.record():
+        checkpoint(layer, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    torch.testing.assert_close(qk_clip.step()["model"], expected, rtol=1e-12, atol=1e-14)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    for factor in (1, 2, 3):
+        with qk_clip.record():
+            layer(factor * X).sum().backward()
+        found = qk_clip.step()["model"]
+        torch.testing.assert_close(found, largest(layer, factor * X), rtol=1e-12, atol=1e-14)
+
+
+def test_backends_are_what_they_were_after_an_error():
+    layer = grouped(backend="torch")
+    qk_clip = QKClip(layer)
+    with pytest.raises(RuntimeError, match="of a loss"), qk_clip.record():
+        raise RuntimeError("of a loss")
+    assert layer.backend == "torch"
+
+
+REFUSED_MODELS = {
+    "no layer": (nn.Linear(2, 2), {}, ValueError, "model: expected a module with attention layers, got Lin"),
+    "no module": ("model", {}, TypeError, "model: expected an nn.Module, got str"),
+    "norms": (nn.ModuleList([grouped(qk_norm=True)]), {}, ValueError, r"0\.q_norm: expected None"),
+    "bound": (grouped(), {"bound": -1.0}, ValueError, "bound: expected a finite number above 0, got -1"),
+    "mesh": (grouped(), {"mesh": 2}, TypeError, "mesh: expected a DeviceMesh or None, got int"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_models_that_cannot_be_clipped_are_refused(name):
+    model, options, error, message = REFUSED_MODELS[name]
+    with pytest.raises(error, match=message):
+        QKClip(model, **options)
+
+
+def test_a_step_without_a_record_is_refused():
+    with pytest.raises(RuntimeError, match=r"step: expected calls of the model within `with record\(\):`"):
+        QKClip(grouped()).step()
