@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .call.call import Call
+from .call.call import Call, Dropout
 from .call.statistic import Statistic
 from .dispatch.run import Interceptor, attend
 from .dispatch.statistics import compute
@@ -58,14 +58,14 @@ class QKClip:
     def __init__(self, model: nn.Module, *, bound: float = 100.0, mesh: "DeviceMesh | None" = None):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-        check_bound(bound)
+        _check_bound(bound)
         if mesh is not None and not hasattr(mesh, "get_group"):
             raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
         found = {path or "model": x for path, x in model.named_modules() if isinstance(x, Layer)}
         if not found:
             raise ValueError(f"model: expected a module with attention layers, got {type(model).__name__}")
         for path, layer in found.items():
-            check_layer(path, layer)
+            _check_layer(path, layer)
         self.layers, self.bound, self.mesh = found, bound, mesh
         self._maxima: dict[str, Tensor] = {}
 
@@ -134,7 +134,9 @@ class _Recorder(Interceptor):
 
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            products = compute(call, Statistic("products"), self.name)  # [..., h, s]
+            # Without dropout, which would draw a seed from torch's generator
+            plain = call._replace(dropout=Dropout(), lse=False)
+            products = compute(plain, Statistic("products"), self.name)  # [..., h, s]
             if products.numel():
                 products = products.masked_fill(products.isnan(), -torch.inf)
                 largest = products.movedim(-2, 0).flatten(1).amax(1)
@@ -182,8 +184,8 @@ def clip_(layer: Layer, maxima: Tensor, *, bound: float = 100.0) -> Tensor:
     >>> clip_(layer, torch.tensor([50.0, 200.0, 400.0, 90.0]))
     tensor([1.0000, 0.5000, 0.2500, 1.0000])
     """
-    check_bound(bound)
-    check_layer("layer", layer)
+    _check_bound(bound)
+    _check_layer("layer", layer)
     if not is_strided(maxima):
         refuse_tensor("maxima", maxima)
     if not maxima.is_floating_point():
@@ -196,7 +198,7 @@ def clip_(layer: Layer, maxima: Tensor, *, bound: float = 100.0) -> Tensor:
     return g
 
 
-def check_bound(bound: float) -> None:
+def _check_bound(bound: float) -> None:
     """Raise TypeError or ValueError unless ``bound`` is a Python number above 0."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         raise TypeError(f"bound: expected a Python number, got {type(bound).__name__}")
@@ -204,7 +206,7 @@ def check_bound(bound: float) -> None:
         raise ValueError(f"bound: expected a finite number above 0, got {bound}")
 
 
-def check_layer(path: str, layer: object) -> None:
+def _check_layer(path: str, layer: object) -> None:
     """Raise an error unless QK-clip can shrink the weights of the layer at ``path``; see :func:`clip_`."""
     if not isinstance(layer, Layer):
         expected = "a GroupedQueryAttention or MultiHeadLatentAttention"

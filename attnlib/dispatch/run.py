@@ -39,12 +39,17 @@ class ExplainOnly:
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
         """Explain a validated call, and return zeros with the shapes of its results."""
         self.explanations.append(explained(call, self.name))
-        q, width = call.q, call.v.shape[-1] if call.kv is None else call.kv.layout.value_dim
-        return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
+        return zeros(call)
 
     def note(self, ranks: str) -> None:
         """Add to the last explanation a text about how ranks share the call."""
         self.explanations[-1] = self.explanations[-1]._replace(ranks=ranks)
+
+
+def zeros(call: Call) -> tuple[Tensor, Tensor]:
+    """Return zeros with the shapes of the output and LSE of a call."""
+    q, width = call.q, call.v.shape[-1] if call.kv is None else call.kv.layout.value_dim
+    return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
 
 
 Runner = str | ExplainOnly | Interceptor | None  # what runs a call; None selects a backend
@@ -55,8 +60,9 @@ def attend(call: Call, name: Runner = None) -> tuple[Tensor, Tensor]:
 
     Other modules of the package use this for a :class:`Call` that the public functions cannot express.
     """
-    kv, explains = call.kv, type(name) is ExplainOnly
-    if kv is not None and kv.route is not None and (result := _by_route(call, name)) is not None:
+    kv, explains, is_answered = call.kv, type(name) is ExplainOnly, isinstance(name, Interceptor)
+    is_routed = kv is not None and kv.route is not None and not is_answered
+    if is_routed and (result := _by_route(call, name)) is not None:
         return result
     key = None if explains else key_of(call, name)
     if key is not None and (run := CALL_CACHE.find(kv, key)) is not None:
@@ -68,7 +74,7 @@ def attend(call: Call, name: Runner = None) -> tuple[Tensor, Tensor]:
             if explains:
                 name.note(f"on DTensors, {local.sharing}")
             return local.whole(*results)
-        if isinstance(name, Interceptor):
+        if is_answered:
             return name.answer(call)
     call = checked(call)
     if (packed := packed_by_documents(call)) is not None:

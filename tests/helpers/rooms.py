@@ -52,7 +52,10 @@ ROOMS = {
     "compat": {*OVER_LAYERS, *RUNNING, "call"},
     "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
     "qk_clip": {"layers", "dispatch/statistics", "dispatch/run", "call", *VALUES},
-    "layers": {"functional", "weights", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
+    "layers": {
+        *("functional", "weights", "dispatch/warnings", "dispatch/statistics", "dispatch/run", "call"),
+        *(*CACHES, *VALUES),
+    },
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
     "cache/prefixes": {"cache", "dispatch", "call", *VALUES},

@@ -11,6 +11,7 @@ from source_values import Values, reads_by_place
 
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
+LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
 FILES_OF_A_WORD = (
     dict.fromkeys(SCORE_OPTIONS, 11) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
@@ -149,7 +150,7 @@ def wide_functions(sources: list[Source]) -> list[str]:
     for source in sources:
         in_layers = source.parts[0] == "layers"
         free = {"functional.py": PUBLIC, "weights.py": RECOMPUTED, "cache/kv_cache.py": {"paged"}}.get(
-            source.path, {"__init__", "forward"} if in_layers else set()
+            source.path, {"__init__", *LIKE_FORWARD} if in_layers else set()
         )
         if source.path == "backends/operators.py":
             continue

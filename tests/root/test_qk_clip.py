@@ -2,6 +2,8 @@
 recorded are the largest products of visible pairs.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -275,6 +277,15 @@ def test_packed_and_padded_calls_are_recorded_as_sequences_alone(name):
     alone = [torch.maximum(largest(layer, X[:1, :5]), largest(layer, X[1:])), largest(layer, X[:1])]
     for ours, expected in zip(found, [*alone, largest(layer, X[1:])], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_dropout_is_the_same_in_a_record():
+    layer, outs = grouped(dropout_p=0.5), []
+    for context in (nullcontext(), QKClip(layer).record()):
+        torch.manual_seed(1)
+        with context:
+            outs.append(torch.cat([layer(X), layer(X)]))
+    assert torch.equal(*outs)
 
 
 def test_keys_of_another_layer_are_recorded():
