@@ -70,6 +70,7 @@ class QKClip:
         self._maxima: dict[str, Tensor] = {}
 
     @contextmanager
+    @kind
     def record(self) -> Iterator[None]:
         """Record the calls of the layers in a ``with`` block; the backward may be inside or outside.
 
@@ -157,7 +158,6 @@ def _query_weight(layer: Layer) -> Tensor:
 
 
 @kind
-@torch.no_grad()
 def clip_(layer: Layer, maxima: Tensor, *, bound: float = 100.0) -> Tensor:
     """Shrink the query and key weights of a layer in place, so that no product exceeds ``bound``.
 
@@ -191,6 +191,7 @@ def clip_(layer: Layer, maxima: Tensor, *, bound: float = 100.0) -> Tensor:
     if not maxima.is_floating_point():
         raise TypeError(f"maxima: expected a float tensor, got {maxima.dtype}")
     bind(("maxima", maxima, "h"), known={"h": layer.num_heads})
+    maxima = maxima.detach()
     g, rows = _factors(layer, (bound / maxima).where((maxima > bound) & maxima.isfinite(), 1.0))
     for name, factors in rows.items():
         for x in getattr(layer, name).parameters(recurse=False):
@@ -251,6 +252,7 @@ def _times(x: Tensor, n: int) -> Tensor:
     return x[:, None].expand(-1, n)
 
 
+@torch.no_grad()
 def _scale_rows(x: Tensor, factors: Tensor) -> None:
     """Multiply the rows of a weight or bias in place; it may be a DTensor."""
     factors = factors.to(x.device)
