@@ -64,7 +64,7 @@ class InspectedLayer(nn.Module):
         given = Inputs(
             context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
         )
-        return self._taken(_Weights(self.backend, statistic), x, given)
+        return self._taken(statistic, x, given)
 
     def maxima(
         self,
@@ -96,47 +96,64 @@ class InspectedLayer(nn.Module):
         given = Inputs(
             context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
         )
-        return self._taken(_Maxima(self.backend, statistic), x, given)
+        return self._taken(statistic, x, given)
 
     @torch.no_grad()
-    def _taken(self, statistic: "_Taken", x: Tensor, given: Inputs) -> Tensor:
-        """Call a copy of this layer in which ``statistic`` answers the attention call."""
+    def _taken(self, statistic: Statistic, x: Tensor, given: Inputs) -> Tensor:
+        """Call a copy of this layer in which an interceptor answers the attention call."""
         if self.context_parallel is not None:
             raise ValueError(
                 "context_parallel: expected None, as a rank has only some of the keys; set "
                 "layer.context_parallel = None, and pass whole sequences"
             )
         layer = copy(self)
-        layer.backend = statistic
+        layer.backend, layer.dropout_p = TakenStatistic(self.backend, statistic), 0.0
         if given.is_stored and hasattr(layer, "form"):
             layer.form = "absorbed"  # the expanded form makes several calls over a cache
         inputs = given._asdict()
         del inputs["context_parallel"]  # an option of the layer
         layer(x, **inputs)
-        return statistic.result
+        return layer.backend.result
 
 
-class _Taken(Interceptor):
-    """Computes a statistic of the call that it answers."""
+class TakenStatistic(Interceptor):
+    """An interceptor that computes a statistic of the call that it answers.
+
+    Without a ``statistic``, ``result`` has the probabilities of all queries.
+    """
 
     result: Tensor
 
-    def __init__(self, name: str | Interceptor | None, statistic: Statistic):
+    def __init__(self, name: str | Interceptor | None = None, statistic: Statistic | None = None):
         self.name, self.statistic = name.name if isinstance(name, Interceptor) else name, statistic
 
     def from_head(self, first: int) -> Self:
         return self
 
-
-class _Maxima(_Taken):
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
-        self.result = compute(call._replace(dropout=Dropout()), self.statistic, self.name)
-        return zeros(call)
-
-
-class _Weights(_Taken):
-    def answer(self, call: Call) -> tuple[Tensor, Tensor]:
-        call = call._replace(dropout=Dropout())
+        statistic, plain = self.statistic, call._replace(dropout=Dropout())
+        if statistic is None:
+            statistic = Statistic("rows", rows=torch.arange(call.q.shape[-3], device=call.q.device))
+        if statistic.kind in ("maxima", "products"):
+            self.result = compute(plain, statistic, self.name)
+            return zeros(call)
         out, lse = attend(call._replace(lse=True), self.name)
-        self.result = compute(call, self.statistic._replace(lse=lse), self.name)
+        self.result = compute(plain, statistic._replace(lse=lse.detach()), self.name)
         return out, lse
+
+
+def refusing_gradients(weights: Tensor, out: Tensor) -> Tensor:
+    """Return ``weights``, and raise if a gradient arrives at them; ``out`` is the output of the same call.
+
+    Compiled code cannot raise, so there, and if ``out`` has no gradient, the weights are constants.
+    """
+    if out.requires_grad and not torch.compiler.is_compiling():
+
+        def refuse(_: Tensor) -> None:
+            raise NotImplementedError(
+                "attention weights: expected no gradient, as they are recomputed without one, got some; "
+                "detach the weights, or compute the loss without them"
+            )
+
+        weights.requires_grad_().register_hook(refuse)
+    return weights
