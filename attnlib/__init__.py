@@ -85,7 +85,7 @@ CHECKPOINT_SAVE_OPS = tuple(
 )
 
 # Modules that are imported when they are first used
-_SUBMODULES = ("compat", "convert", "integrations", "parallel", "sizes")
+_SUBMODULES = ("compat", "convert", "integrations", "parallel", "qk_clip", "sizes")
 _RENAMED = MappingProxyType(
     {
         "FIRST_QUERY": "QUERY_OFFSET",

@@ -94,23 +94,12 @@ def attention_weights(
     >>> attention_weights(q, k, lse, mask=CAUSAL, over="queries").shape
     torch.Size([2, 8, 9])
     """
-    if not isinstance(over, str) or over not in KINDS:
-        raise ValueError(f"over: expected {', '.join(map(repr, KINDS))}, got {over!r}")
-    if over == "none" and rows is None:
-        raise ValueError(
-            "rows: expected the numbers of queries for over='none', got None; torch.arange(s) gives all"
-        )
-    if over == "heads" and rows is not None:
-        raise ValueError("rows: expected None for over='heads'; at= selects keys, with -1 for none")
-    if (over == "heads") != (at is not None):
-        expected = "the numbers of keys [b, s, n]" if over == "heads" else "None"
-        got = "None" if at is None else "some"
-        raise ValueError(f"at: expected {expected} for over={over!r}, got {got}")
+    statistic = statistic_of(over, rows, at)._replace(lse=lse)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = _call(
         q, k, mask, Score(scale, softcap, alibi_slopes, None, score), (key_starts, key_ends), packing
     )
-    return compute(call, Statistic(KINDS[over], lse, rows, at), backend)
+    return compute(call, statistic, backend)
 
 
 @kind
@@ -145,12 +134,43 @@ def attention_maxima(
     >>> attention_maxima(q, k, mask=CAUSAL).shape
     torch.Size([2, 8, 9])
     """
-    if not isinstance(of, str) or of not in ("scores", "products"):
-        raise ValueError(f"of: expected 'scores' or 'products', got {of!r}")
+    statistic = maxima_of(of)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = Score(scale, softcap, alibi_slopes, None, score)
     call = _call(q, k, mask, options, (key_starts, key_ends), packing)
-    return compute(call, Statistic("maxima" if of == "scores" else "products"), backend)
+    return compute(call, statistic, backend)
+
+
+def statistic_of(over: str, rows: Tensor | None, at: Tensor | None) -> Statistic:
+    """Return the statistic that ``over`` names, without an LSE; see :func:`attention_weights`.
+
+    Raises:
+        ValueError: ``over`` is unknown, or ``rows`` or ``at`` do not belong to it.
+    """
+    if not isinstance(over, str) or over not in KINDS:
+        raise ValueError(f"over: expected {', '.join(map(repr, KINDS))}, got {over!r}")
+    if over == "none" and rows is None:
+        raise ValueError(
+            "rows: expected the numbers of queries for over='none', got None; torch.arange(s) gives all"
+        )
+    if over == "heads" and rows is not None:
+        raise ValueError("rows: expected None for over='heads'; at= selects keys, with -1 for none")
+    if (over == "heads") != (at is not None):
+        expected = "the numbers of keys [b, s, n]" if over == "heads" else "None"
+        got = "None" if at is None else "some"
+        raise ValueError(f"at: expected {expected} for over={over!r}, got {got}")
+    return Statistic(KINDS[over], None, rows, at)
+
+
+def maxima_of(of: str) -> Statistic:
+    """Return the statistic that ``of`` names; see :func:`attention_maxima`.
+
+    Raises:
+        ValueError: ``of`` is unknown.
+    """
+    if not isinstance(of, str) or of not in ("scores", "products"):
+        raise ValueError(f"of: expected 'scores' or 'products', got {of!r}")
+    return Statistic("maxima" if of == "scores" else "products")
 
 
 def _packing(*given: Tensor | int | None) -> Packing | None:

@@ -10,6 +10,7 @@ from ..call.call import Call, Dropout
 from ..dispatch.run import attend
 from ..internal.checks import are_checks_on, bind, came, is_strided, refuse_tensor
 from ..internal.signatures import kind, leading_to
+from ..layers.inspected import TakenStatistic, refusing_gradients
 from ..layers.padding import bounds_or_mask, is_readable
 from ..masks.band import CAUSAL, FULL, AnyMask
 from ..masks.ready_made import mask_tensor
@@ -48,11 +49,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
-        """Return the output and None; the arguments are those of ``nn.MultiheadAttention``.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and attention weights or None; the arguments are those of torch's module.
 
-        The attention of a query that sees no key is 0, as in torch with ``need_weights=False``. The dropout
-        pattern differs from torch's.
+        The attention of a query that sees no key is 0, as in torch with ``need_weights=False``, and so are
+        its weights. The dropout pattern differs from torch's.
 
         Args:
             query: ``[s, b, m]``, or ``[b, s, m]`` with ``batch_first``, or ``[s, m]``.
@@ -60,24 +61,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             value: the same with ``t`` tokens of width ``vdim``.
             key_padding_mask: ``[b, t]``, or ``[t]`` with a query ``[s, m]``. A bool mask is True for padding;
                 a float mask is added to the scores.
-            need_weights: must be False, because attention weights are never stored.
+            need_weights: return the attention weights too, recomputed after the output: ``[b, s, t]``, or
+                ``[s, t]`` with a query ``[s, m]``. They are those before dropout. A gradient that arrives at
+                them raises NotImplementedError; compiled code takes them as constants.
             attn_mask: ``[s, t]`` or ``[b * h, s, t]``. A bool mask is True for hidden pairs; a float mask is
                 added to the scores. Float masks may require gradients.
-            average_attn_weights: has no effect.
+            average_attn_weights: return the mean of the weights over heads. If False, they are
+                ``[b, h, s, t]``, or ``[h, s, t]``.
             is_causal: promises that ``attn_mask``, which is required, is causal: it hides key ``j`` from
                 query ``i`` if ``j > i``. Its values are then read only with ``ATTNLIB_CHECK=1``.
 
         Raises:
-            NotImplementedError: ``need_weights`` is True; or ``is_causal`` with ``add_bias_kv`` or
-                ``add_zero_attn``, for which torch hides the added key.
+            NotImplementedError: ``is_causal`` with ``add_bias_kv`` or ``add_zero_attn``, for which torch
+                hides the added key.
             ValueError: a shape does not fit, or ``is_causal`` comes without ``attn_mask``.
             TypeError: an input is not a strided tensor, or a mask has integers.
         """
-        if need_weights:
-            raise NotImplementedError(
-                "need_weights: expected False, since attention weights are never stored, got True, which is "
-                "torch's default; pass need_weights=False"
-            )
         b, s, t = self._sizes(query, key, value)
         q, k, v = (self._batched(x, query.dim()) for x in self._projected(query, key, value))
         padding, hidden = _shaped(key_padding_mask, attn_mask, (b, self.num_heads, s, t), query.dim())
@@ -92,8 +91,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         score = Score(sinks=sinks, function=None if bias is None else bias_tensor(bias))
         dropout = Dropout(self.dropout if self.training else 0.0)
         call = Call(q, mask, score, k, v, key_starts=starts, key_ends=ends, dropout=dropout)
-        out = attend(call, self.backend)[0].flatten(-2)
-        return self.out_proj(out.squeeze(0) if query.dim() == 2 else self._batched(out, 3)), None
+        taken = TakenStatistic(self.backend)
+        out, lse = attend(call, taken if need_weights else self.backend)
+        weights = None
+        if need_weights:
+            weights = self._weights(taken.result, lse.detach(), average_attn_weights).to(out.dtype)
+            weights = refusing_gradients(weights.squeeze(0) if query.dim() == 2 else weights, out)
+        out = out.flatten(-2)
+        return self.out_proj(out.squeeze(0) if query.dim() == 2 else self._batched(out, 3)), weights
+
+    def _weights(self, weights: Tensor, lse: Tensor, average: bool) -> Tensor:
+        """Return weights ``[b, h, s, t]`` as torch has them: with its key of zeros, or as mean over heads."""
+        if self.add_zero_attn:
+            weights = torch.cat((weights, torch.exp(-lse)[..., None]), -1)
+        return weights.mean(1) if average else weights
 
     def extra_repr(self) -> str:
         """Return the sizes and the options that are set, for the printed form of the module."""

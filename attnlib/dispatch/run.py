@@ -12,6 +12,23 @@ from .placements import MeshPlacement, local_call
 from .select import CALL_CACHE, Explanation, explained, select
 
 
+class Interceptor:
+    """Pass an object of a subclass in place of a backend's name, to answer the calls that a layer makes.
+
+    ``name`` is the name of the backend.
+    """
+
+    name: str | None
+
+    def answer(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the output and LSE of a call on plain tensors, which is not validated yet."""
+        raise NotImplementedError
+
+    def from_head(self, first: int) -> "Interceptor":
+        """Return the interceptor for calls that begin ``first`` heads later."""
+        raise NotImplementedError
+
+
 class ExplainOnly:
     """Pass this object in place of a backend's name to explain calls: they return zeros and do not run."""
 
@@ -22,21 +39,30 @@ class ExplainOnly:
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
         """Explain a validated call, and return zeros with the shapes of its results."""
         self.explanations.append(explained(call, self.name))
-        q, width = call.q, call.v.shape[-1] if call.kv is None else call.kv.layout.value_dim
-        return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
+        return zeros(call)
 
     def note(self, ranks: str) -> None:
         """Add to the last explanation a text about how ranks share the call."""
         self.explanations[-1] = self.explanations[-1]._replace(ranks=ranks)
 
 
-def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, Tensor]:
+def zeros(call: Call) -> tuple[Tensor, Tensor]:
+    """Return zeros with the shapes of the output and LSE of a call."""
+    q, width = call.q, call.v.shape[-1] if call.kv is None else call.kv.layout.value_dim
+    return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
+
+
+Runner = str | ExplainOnly | Interceptor | None  # what runs a call; None selects a backend
+
+
+def attend(call: Call, name: Runner = None) -> tuple[Tensor, Tensor]:
     """Run a call on the backend of this name, or explain it, and return its output and LSE.
 
     Other modules of the package use this for a :class:`Call` that the public functions cannot express.
     """
-    kv, explains = call.kv, type(name) is ExplainOnly
-    if kv is not None and kv.route is not None and (result := _by_route(call, name)) is not None:
+    kv, explains, is_answered = call.kv, type(name) is ExplainOnly, isinstance(name, Interceptor)
+    is_routed = kv is not None and kv.route is not None and not is_answered
+    if is_routed and (result := _by_route(call, name)) is not None:
         return result
     key = None if explains else key_of(call, name)
     if key is not None and (run := CALL_CACHE.find(kv, key)) is not None:
@@ -48,6 +74,8 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
             if explains:
                 name.note(f"on DTensors, {local.sharing}")
             return local.whole(*results)
+        if is_answered:
+            return name.answer(call)
     call = checked(call)
     if (packed := packed_by_documents(call)) is not None:
         out, lse = attend(packed, name)
@@ -67,7 +95,7 @@ def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, T
     return result
 
 
-def _by_route(call: Call, name: str | ExplainOnly | None) -> tuple[Tensor, Tensor] | None:
+def _by_route(call: Call, name: Runner) -> tuple[Tensor, Tensor] | None:
     """Split a call into several by its view's route and run them; None if one call must read the view."""
     route = call.kv.route
     if type(name) is not ExplainOnly:
@@ -93,7 +121,9 @@ def packed_by_documents(call: Call) -> Call | None:
 
 
 @torch.no_grad()
-def gradients(call: Call, name: str | None, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+def gradients(
+    call: Call, name: str | Interceptor | None, dout: Tensor, out: Tensor, lse: Tensor
+) -> PieceGradients:
     """Return the gradients that a chunk of a larger call contributes.
 
     ``dout``, ``out`` and ``lse`` belong to the larger call, at the chunk's queries. The chunk has no sinks,
@@ -101,4 +131,5 @@ def gradients(call: Call, name: str | None, dout: Tensor, out: Tensor, lse: Tens
     """
     call = checked(call)
     call = call._replace(spec=call.spec._replace(grad=True))
+    name = name.name if isinstance(name, Interceptor) else name
     return select(call.spec, name).gradients(call, dout, out, lse)

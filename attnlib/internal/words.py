@@ -6,7 +6,7 @@ PADDING = "key_starts= and key_ends= from attnlib.packing.bounds_of({})"
 BOOLS = "for a bool mask [b|1, h|1, s, t] use mask=attnlib.masks.mask_tensor(shown)"
 ADDED = "for one that is added to scores use score=attnlib.scores.bias_tensor(bias)"
 MADE = "pass {} to the constructor of the layer"
-UNSTORED = "attention weights are never stored; the cookbook computes them in plain torch"
+UNSTORED = "attention never stores its weights; weights() of a layer or attention_weights() recomputes them"
 
 # Each row lists argument names of other libraries, then pairs: required arguments, and a remedy. A remedy
 # applies to callables that take all of its required arguments; the first remedy that applies is used. Some

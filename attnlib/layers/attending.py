@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..call.call import Call, Dropout, Origin
-from ..dispatch.run import ExplainOnly, attend
+from ..dispatch.run import Interceptor, Runner, attend
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import MaskFunction
@@ -29,7 +29,7 @@ class AttentionCall(NamedTuple):
     score: Score
     head: int
     dropout_p: float
-    backend: str | ExplainOnly | None
+    backend: Runner
     context_parallel: ContextParallel | None
     share: Share
     total_heads: int
@@ -97,7 +97,10 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
     score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent
-    return AttentionCall(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)
+    backend = layer.backend
+    if isinstance(backend, Interceptor):
+        backend = backend.from_head(share.first)
+    return AttentionCall(mask, score, head, dropout_p, backend, layer.context_parallel, share, *sizes)
 
 
 def _reads_head(function: AnyMask | ScoreFunction | None) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import ExplainOnly
+from ..dispatch.run import Runner
 
 if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,9 +38,7 @@ class ContextParallel(Protocol):
         """Return the positions of this rank's ``tokens`` tokens in the whole sequence, ``[tokens]``."""
         ...
 
-    def attend(
-        self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
-    ) -> Tensor:
+    def attend(self, call: Call, name: Runner = None, source: KeyValueSource | None = None) -> Tensor:
         """Return attention of this rank's queries over the visible keys of all ranks."""
         ...
 

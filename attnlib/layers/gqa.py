@@ -19,6 +19,7 @@ from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
+from .inspected import InspectedLayer
 from .padding import without_padding
 from .parameters import (
     biased,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 
 
 @kind
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(InspectedLayer):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
     Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks; a gate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import ExplainOnly
+from ..dispatch.run import ExplainOnly, Runner
 from ..internal.meshes import check_mesh
 from ..internal.signatures import kind
 from ..masks.function import MaskFunction
@@ -59,9 +59,7 @@ class ContextParallel:
         whole = torch.arange(tokens * self.mesh.size(), device=device)
         return shard(whole, self.mesh, dim=0, zigzag=self.zigzag)
 
-    def attend(
-        self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
-    ) -> Tensor:
+    def attend(self, call: Call, name: Runner = None, source: KeyValueSource | None = None) -> Tensor:
         """Return the output of this rank's queries ``call.q`` over all visible keys of the whole sequence.
 
         ``call`` holds this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed

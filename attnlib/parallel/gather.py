@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import ExplainOnly, attend
+from ..dispatch.run import ExplainOnly, Runner, attend
 from .pieces import piece_of, seen, whole_of
 from .sharding import Sharing, TokenRange, unshard
 from .source import KeyValueSource
 
 
-def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
+def gather(call: Call, sharing: Sharing, name: Runner, source: KeyValueSource) -> Tensor:
     """Return the output of this rank's queries over the keys of all ranks."""
     call, dim = whole_of(call), call.q.dim() - 3
     k, v = source.expand(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Origin
-from ..dispatch.run import ExplainOnly, attend
+from ..dispatch.run import ExplainOnly, Interceptor, Runner, attend
 from ..masks.band import Mask
 from .exchange import exchanged
 from .sharding import Sharing, joined, sharded
@@ -25,7 +25,7 @@ def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
     ]
 
 
-def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
+def heads(call: Call, sharing: Sharing, name: Runner, source: KeyValueSource) -> Tensor:
     """Return the attention output of this rank's tokens, while each rank computes some of the heads.
 
     Raises:
@@ -42,6 +42,8 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
         q, k, v = (_placeholder(x, sharing.ranks) for x in (q, k, v))
         attend(call._replace(q=q, k=k, v=v), name)
         return call.q.new_zeros(*call.q.shape[:-1], v.shape[-1])
+    if isinstance(name, Interceptor):
+        name = name.from_head(first)
     q, k, v = (_ExchangeHeads.apply(x, sharing, True) for x in (q, k, v))
     out, _ = attend(call._replace(q=q, k=k, v=v), name)
     return _ExchangeHeads.apply(out, sharing, False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..call.call import Call, PieceGradients
-from ..dispatch.run import ExplainOnly, attend, gradients
+from ..dispatch.run import ExplainOnly, Runner, attend, gradients
 from .accumulation import PartialAttention, Sum
 from .exchange import Passing, passed_on
 from .pieces import Piece, pieces_of, whole_of
@@ -22,7 +22,7 @@ from .sharding import Sharing
 from .source import Expand, KeyValueSource
 
 
-def ring(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
+def ring(call: Call, sharing: Sharing, name: Runner, source: KeyValueSource) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks."""
     score, function = call.score, call.score.function
     captured = () if function is None else function.tensors
@@ -49,7 +49,7 @@ class _Ring(NamedTuple):
 
     call: Call
     sharing: Sharing
-    name: str | ExplainOnly | None
+    name: Runner
     expand: Expand
     captured: int
     travelling: int

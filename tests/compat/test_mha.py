@@ -176,6 +176,55 @@ def test_a_walk_over_all_options(alike, pairs, data, seed):
         torch.testing.assert_close(x, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("pairs", [*PAIRS, *CAUSAL])
+@settings(max_examples=12)
+@given(data=st.data(), seed=st.integers(0, 999))
+def test_weights_are_torchs(pairs, average, data, seed):
+    """In evaluation and in training without dropout; torch's are NaN for queries that see no key."""
+    torch.manual_seed(seed)
+    theirs = drawn_module(data.draw, "")
+    inputs, sizes = drawn_inputs(data.draw, theirs, "", st.integers(1, 9))
+    masks = drawn_masks(data.draw, theirs, sizes, pairs)
+    assume(not is_refused(theirs, masks))
+    options = masks | {"need_weights": True, "average_attn_weights": average}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Support for mismatched")
+        expected = theirs(*inputs, **options)
+    out, weights = mha.from_torch(theirs)(*inputs, **options)
+    assert weights.shape == expected[1].shape
+    assert weights.dtype == expected[1].dtype
+    seen = ~expected[1].isnan()
+    torch.testing.assert_close(weights[seen], expected[1][seen], **EXACT)
+    assert average or not weights[~seen].any()
+    known = ~expected[0].isnan()
+    torch.testing.assert_close(out[known], expected[0][known], **EXACT)
+
+
+def test_weights_are_those_before_dropout_and_have_no_gradient():
+    theirs = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+    ours, x = mha.from_torch(theirs), torch.randn(2, 5, 8)
+    out, weights = ours(x, x, x)
+    torch.testing.assert_close(weights, theirs.eval()(x, x, x)[1])
+    out.sum().backward()
+    with pytest.raises(NotImplementedError, match="attention weights: expected no gradient"):
+        (out.detach().sum() + weights.square().sum()).backward()
+    with torch.no_grad():
+        assert not ours(x, x, x)[1].requires_grad
+    compiled = torch.compile(ours.eval(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x, x)[1], weights)
+
+
+def test_weights_under_autocast_have_the_dtype_of_the_output():
+    theirs = nn.MultiheadAttention(16, 2, batch_first=True)
+    ours, x = mha.from_torch(theirs), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, reference = ours(x, x, x)[1], theirs(x, x, x)[1]
+    assert weights.dtype == reference.dtype == torch.bfloat16
+    truth = theirs(x, x, x)[1].detach()
+    assert_twice_as_good({"weights": weights}, {"weights": reference}, {"weights": truth})
+
+
 @pytest.mark.parametrize("alike", ALIKE)
 @settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 999))
@@ -502,7 +551,6 @@ INT, VALUE, TYPE = torch.int32, ValueError, TypeError
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"need_weights": True}, NotImplementedError, r"need_weights: expected False, .* got True"),
         ({"query": 3}, TYPE, r"query: expected a tensor, got int"),
         ({"query": X[0, 0]}, VALUE, r"query: expected \[s, b, m\], got \(8,\)"),
         ({"query": X[..., :6]}, VALUE, r"query: expected \[s=5, b=2, m=8\], got \(5, 2, 6\)"),

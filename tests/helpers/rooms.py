@@ -51,7 +51,11 @@ ROOMS = {
     "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
     "compat": {*OVER_LAYERS, *RUNNING, "call"},
     "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
-    "layers": {"functional", "weights", "dispatch/warnings", "dispatch/run", *CACHES, "call", *VALUES},
+    "qk_clip": {"layers", "dispatch/statistics", "dispatch/run", "call", *VALUES},
+    "layers": {
+        *("functional", "weights", "dispatch/warnings", "dispatch/statistics", "dispatch/run", "call"),
+        *(*CACHES, *VALUES),
+    },
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
     "cache/prefixes": {"cache", "dispatch", "call", *VALUES},

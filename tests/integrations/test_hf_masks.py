@@ -139,7 +139,7 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
         torch.testing.assert_close(ours[sees], theirs[sees])
 
 
-@pytest.mark.parametrize("name", ["output_attentions", "cache", "block_table", "head_mask"])
+@pytest.mark.parametrize("name", ["cache", "block_table", "head_mask"])
 def test_what_is_not_there_is_refused(name):
     q = torch.randn(1, 2, 3, 8)
     attention_forward(CAUSAL, q, q, q, None, **{name: None})

@@ -68,7 +68,8 @@ def test_a_recipe_is_short_introduced_and_checks_something(recipe):
     assert 1 <= len(re.findall(r"[.?!:](?=\s|$)", recipe.before)) <= 4
     imported = re.findall(r"^(?:from|import) (attnlib[\w.]*)", code, re.MULTILINE)
     public = {
-        f"attnlib{x}" for x in ("", ".__main__", ".packing", ".sizes", ".convert", ".compat", ".integrations")
+        f"attnlib{x}"
+        for x in ("", ".__main__", ".packing", ".sizes", ".convert", ".compat", ".integrations", ".qk_clip")
     }
     assert imported
     assert {*imported} <= public

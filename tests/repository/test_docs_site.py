@@ -35,6 +35,7 @@ OPEN = (
     "sizes",
     "convert",
     "parallel",
+    "qk_clip",
     "compat.mha",
     "compat.sdpa",
     "compat.flash_attn",

@@ -11,6 +11,7 @@ from source_values import Values, reads_by_place
 
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
+LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
 # One door and one file of kernels recompute scores, beside those of attention.
 FILES_OF_A_WORD = (
@@ -150,7 +151,7 @@ def wide_functions(sources: list[Source]) -> list[str]:
     for source in sources:
         in_layers = source.parts[0] == "layers"
         free = {"functional.py": PUBLIC, "weights.py": RECOMPUTED, "cache/kv_cache.py": {"paged"}}.get(
-            source.path, {"__init__", "forward"} if in_layers else set()
+            source.path, {"__init__", *LIKE_FORWARD} if in_layers else set()
         )
         if source.path == "backends/operators.py":
             continue

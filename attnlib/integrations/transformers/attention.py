@@ -11,6 +11,8 @@ from transformers import Cache
 from ...functional import attention, cached_attention, varlen_attention
 from ...internal.padding import are_holed, edges_of
 from ...kv import KVLayout, KVView
+from ...layers.inspected import TakenStatistic, refusing_gradients
+from ...layers.positions import sequence_of
 from ...masks.band import CAUSAL, FULL, AnyMask, sliding
 from ...masks.ready_made import documents, mask_tensor
 from ...scores import bias_tensor
@@ -20,7 +22,7 @@ from .pages import attention_to_pages, pages_of
 
 # transformers may pass these arguments, but attnlib does not support them: they must be None or False, or a
 # Cache, which has given its keys and values to the model already.
-REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
+REFUSED = ("cache", "block_table", "head_mask")
 # attnlib ignores these arguments, because the model itself has applied them or uses them elsewhere.
 HARMLESS = MappingProxyType(
     {
@@ -67,11 +69,13 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``.
 
-    Returns the output ``[b, s, h, e]``, and None in place of attention weights. If the layer caches latents,
-    ``key`` holds its rotary keys and ``value`` its latents (:mod:`.latents`). ``attention_mask`` comes from
+    Returns the output ``[b, s, h, e]``, and with ``output_attentions=True`` the weights ``[b, h, s, t]`` that
+    ``eager`` attention returns, but before dropout, without a gradient, and 0 for a query that sees no key.
+    Otherwise None stands in their place. If the layer caches latents, ``key`` holds its rotary keys and
+    ``value`` its latents (:mod:`.latents`). ``attention_mask`` comes from
     :func:`.masks.attention_mask`, or is any bool or additive mask ``[b, h|1, s, t]``. If it is None or
     ``[b, t]``, the flags of the model decide if attention is causal, and which window it has.
 
@@ -81,10 +85,25 @@ def attention_forward(
     """
     check_arguments(kwargs)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
-    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
+    taken = TakenStatistic() if kwargs.get("output_attentions") else None
+    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux, "backend": taken}
+    out = _attended(module, (query, key, value), attention_mask, dropout, given, options)
+    return out, None if taken is None else refusing_gradients(_as_eager(taken.result, query, key, given), out)
+
+
+def _attended(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Tensor | None,
+    dropout: float,
+    given: Options,
+    options: dict[str, Any],
+) -> Tensor:
+    """Compute the output ``[b, s, h, e]`` of :func:`attention_forward`."""
+    query, key, value = tensors
     is_latent = are_latents(query, key)
     if pages_of(key, value) is not None:
-        return attention_to_pages(module, query, key, attention_mask, given.position_bias, options), None
+        return attention_to_pages(module, query, key, attention_mask, given.position_bias, options)
     if is_latent and (
         given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)
     ):
@@ -92,15 +111,44 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask = _band(module, given, q.shape[1], k.shape[1] if attention_mask is None else None)
     if given.cu_seq_lens_q is not None and q.shape[0] == 1:
-        return _packed(q, k, v, mask, given, dropout, options), None
+        return _packed(q, k, v, mask, given, dropout, options)
     k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
     if is_latent:
-        return unabsorbed(module, _stored(absorbed(module, q), k, v, mask, bounds, options)), None
+        return unabsorbed(module, _stored(absorbed(module, q), k, v, mask, bounds, options))
     if _decodes(q, k, v, bias, dropout):
-        return _stored(q, k, v, mask, bounds, options), None
+        return _stored(q, k, v, mask, bounds, options)
     options |= {} if bounds is None else dict(zip(("key_starts", "key_ends"), bounds, strict=True))
     options["score"] = None if bias is None else bias_tensor(bias)
-    return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous(), None
+    return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous()
+
+
+def _as_eager(weights: Tensor, query: Tensor, key: Tensor, given: Options) -> Tensor:
+    """Return the weights of a call as ``eager`` attention has them, ``[b, h, s, t]`` in the dtype of queries.
+
+    A call of packed sequences counts keys inside each sequence, and one over pages has all rows in turn.
+    """
+    (b, _, s, _), t = query.shape, key.shape[2]
+    if weights.dim() == 3 and given.cu_seq_lens_q is not None:
+        rows, firsts = given.cu_seq_lens_q, given.cu_seq_lens_k
+        firsts = rows if firsts is None else firsts
+        n = sequence_of(torch.arange(s, device=query.device), rows).clamp(max=len(rows) - 2)
+        at = firsts[n][:, None] + torch.arange(weights.shape[-1], device=query.device)
+        whole = weights.new_zeros(*weights.shape[:2], t)
+        # Columns after the end of a sequence are 0, so they may be added anywhere.
+        weights = whole.scatter_add_(-1, at.clamp(max=t - 1).long().expand_as(weights), weights)[None]
+    elif weights.dim() == 3:
+        weights = weights.unflatten(1, (b, s)).transpose(0, 1)
+    weights = weights[..., max(0, weights.shape[-1] - t) :]
+    return nn.functional.pad(weights, (0, t - weights.shape[-1])).to(query.dtype)
+
+
+def refuse_weights(given: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError if a replaced layer is asked for attention weights, which no model reads."""
+    if given.get("output_attentions"):
+        raise NotImplementedError(
+            "output_attentions: a model with replaced layers does not collect them; use "
+            'attn_implementation="attnlib" without hf.replace, or weights() of the attnlib layers'
+        )
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ class RegisteredFunctions:
         value: Tensor,
         attention_mask: Tensor | None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run :func:`.attention.attention_forward` with the flags that the mask was made for."""
         if not torch.compiler.is_compiling():
             self.calls += 1

@@ -104,7 +104,8 @@ def attention_to_pages(
     - float masks are added to ``bias``.
 
     Raises:
-        NotImplementedError: the mask holds document numbers, because positions restart within a row.
+        NotImplementedError: the mask holds document numbers, because positions restart within a row; or
+            weights are taken from latents that are expanded.
     """
     (b, _, s, _), pages = query.shape, key.handed_pages
     pages.was_read, view = True, pages.view
@@ -132,6 +133,11 @@ def attention_to_pages(
         out = cached_attention(q, view, **options)
     elif may_absorb(module, query, key.shape[2]):
         out = unabsorbed(module, cached_attention(absorbed(module, q), view, **options))
+    elif options["backend"] is not None:
+        raise NotImplementedError(
+            "output_attentions: expected pages of keys, or few queries over pages of latents, "
+            f"which are absorbed, got {s} queries a row; use a DynamicCache"
+        )
     else:
         options = {name: options[name] for name in ("mask", "score", "scale")}
         out = attend_expanded(q, view, partial(_keys, module), longest=key.shape[2], backend=None, **options)

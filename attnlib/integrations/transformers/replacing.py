@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 from ...masks.band import Mask
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
-from .attention import attention_forward, check_arguments
+from .attention import attention_forward, check_arguments, refuse_weights
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES
 from .family import Family
@@ -52,6 +52,7 @@ class ReplacedAttention(nn.Module):
         since it is 0 in cross-attention. The argument ``cache`` was called ``past_key_values`` before
         transformers 5.24; GPT-NeoX calls it ``layer_past``.
         """
+        refuse_weights(kwargs)
         older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
         cache = next((x for x in (cache, *older) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
@@ -191,6 +192,7 @@ class ReplacedPackedAttention(ReplacedAttention):
         ``position_embeddings`` are the model's cosines and sines ``[t, d]``, whose halves are equal.
         """
         check_arguments(kwargs)
+        refuse_weights(kwargs)
         cos, sin = (x.chunk(2, -1)[0].float().contiguous() for x in position_embeddings)
         angles = Angles(cos, sin, self.layer.rope.interleaved)
         return self.layer(hidden_states, angles=angles, cu_seqlens=cu_seqlens.int())
