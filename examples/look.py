@@ -111,6 +111,8 @@ def load(path: Path, text: str, device: str) -> tuple[Decoder, Tensor, list[str]
     Raises:
         ValueError: the model or its tokenizer cannot be used, or the text is empty.
     """
+    if not text:
+        raise ValueError("text: expected some characters, got none")
     if path.is_dir():
         model, checkpoint = load_hf.load(path, device=device)
         tokens = tokens_by(checkpoint)(text.encode()).long()
@@ -122,8 +124,6 @@ def load(path: Path, text: str, device: str) -> tuple[Decoder, Tensor, list[str]
             byte_tokens(text.encode()).long(),
             chr,
         )
-    if not len(tokens):
-        raise ValueError("text: expected some tokens, got none")
     names = [repr(of_token(token))[1:-1].replace("$", r"\$") for token in tokens.tolist()]
     return model, tokens.to(device), names
 
