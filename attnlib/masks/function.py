@@ -54,6 +54,16 @@ class TreeTensors(NamedTuple):
     is_alone: bool = True
     reach: int | None = None
 
+    def written(self) -> str:
+        """Return the tree as text, which operators take; :meth:`read` reads it."""
+        return " ".join(map(str, self))
+
+    @classmethod
+    def read(cls, text: str) -> "TreeTensors":
+        """Return the tree that :meth:`written` wrote."""
+        known = {"None": None, "True": True, "False": False}
+        return cls(*(known[x] if x in known else int(x) for x in text.split()))
+
 
 class Band(Protocol):
     """The methods that a MaskFunction calls on its band; :class:`attnlib.Mask` implements them."""

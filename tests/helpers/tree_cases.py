@@ -101,11 +101,11 @@ class Options(NamedTuple):
 
 
 def leaf(*shape: int) -> Callable[[], list[Tensor]]:
-    return lambda: [torch.randn(shape, dtype=torch.float64, requires_grad=True)]
+    return lambda: [torch.rand(shape, dtype=torch.float64, requires_grad=True)]
 
 
 def faded(score, b, h, i, j, rate):
-    return score - torch.exp(rate[h]) * (i - j).float().sqrt() + 0.01 * i
+    return score - torch.exp(rate[h]) * (i - j).abs().float().sqrt() + 0.01 * i
 
 
 HEADS = 4
