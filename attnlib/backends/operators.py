@@ -28,7 +28,9 @@ class Arguments(NamedTuple):
     """The arguments of a forward operator in the order of its schema; tensors come first.
 
     ``captured`` holds the tensors that the mask and score functions read, with those of the mask function
-    first. ``mask_tiles`` classifies tiles as hidden, partial or full, if that is already known.
+    first. ``mask_tiles`` classifies tiles as hidden, partial or full, or bounds the tokens of a tree, if that
+    is already known. ``mask_tree`` describes the tree of a mask that hides nothing else, as
+    :meth:`~attnlib.masks.function.TreeTensors.written` writes it.
     """
 
     q: Tensor
@@ -57,6 +59,7 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None
     mask_program: str | None
     score_program: str | None
+    mask_tree: str | None
     learns: bool  # True if a tensor that the score function reads needs a gradient
 
 
@@ -134,11 +137,14 @@ def flat(call: Call) -> Arguments:
     q_descale, k_descale, v_descale = (None,) * 3 if call.descales is None else call.descales
     captured, *programs = _flat_functions(call)
     whole = call.functions is not None and packing is None and origin is None
-    tiles = call.functions.mask_tiles if whole else None
+    tiles, tree = (call.functions.mask_tiles if whole else None), None
+    if tiles is None and origin is None and call.functions is not None and call.functions.tree is not None:
+        tree = call.functions.tree.written()
     numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed,
-        origin, q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, _learns(call),
+        origin, q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, tree,
+        _learns(call),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..internal.checks import are_checks_on
 from ..kv import KVView
 from ..masks.band import AnyMask
-from ..masks.function import MaskFunction
+from ..masks.function import MaskFunction, TreeTensors
 from ..scores import ScoreFunction
 from ..tracing.program import Program, constant_indices
 
@@ -35,6 +35,7 @@ class Functions(NamedTuple):
     mask_tensors: tuple[Tensor, ...]
     score_tensors: tuple[Tensor, ...]
     mask_tiles: Tensor | None = None
+    tree: TreeTensors | None = None  # if the mask hides nothing but what this tree and its window hide
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -67,7 +68,9 @@ def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None
         return None
     of_mask = (mask.program, mask.tensors) if by_mask else (None, ())
     of_score = (score.program, score.tensors) if by_score else (None, ())
-    return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1], mask.tiles if by_mask else None)
+    tiles, tree = (mask.tiles, mask.tree) if by_mask else (None, None)
+    tree = tree if tree is not None and tree.is_alone else None
+    return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1], tiles, tree)
 
 
 def check_functions(

@@ -41,9 +41,8 @@ class Build(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
     hopper: bool = False  # by Hopper's own kernels, where there are some for it
     in_order: bool = False  # for deterministic algorithms
-    function: str = (
-        ""  # of indices: documents hide tiles, relative scores are learned but in Hopper's own kernels
-    )
+    # of indices: documents and trees hide tiles, relative scores are learned but in Hopper's own kernels
+    function: str = ""
 
     def __str__(self) -> str:
         d, e = self.head
@@ -91,6 +90,7 @@ def entries() -> Iterator[Build]:
             for kernel in ("forward", *KERNELS[2:]):
                 yield Build(kernel, 90, head, function=function)
     yield from statistic_entries()
+    yield from tree_entries()
     yield from wide_entries()
     yield from hopper_entries()
 
@@ -109,6 +109,16 @@ def statistic_entries() -> Iterator[Build]:
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128))
             yield Build(kernel, arch, (576, 576))
+
+
+def tree_entries() -> Iterator[Build]:
+    """The kernels that tell tiles of a tree apart, and those that visit them."""
+    for rows in ("dense", "packed"):
+        for kernel in ("bound_tiles", "list_tiles", "forward"):
+            yield Build(kernel, 90, (128, 128), rows=rows, function="tree", hopper=kernel == "forward")
+    for kernel in ("forward", *KERNELS[2:]):
+        yield Build(kernel, 90, (128, 128), function="tree")
+    yield Build("backward_keys", 90, (128, 128), function="tree", hopper=True)
 
 
 def wide_entries() -> Iterator[Build]:

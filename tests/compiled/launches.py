@@ -26,6 +26,7 @@ from attnlib.call.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
+from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
@@ -48,6 +49,7 @@ MASKS = MappingProxyType(
     }
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
+TREE = "0 1 None True 1023"  # ends and positions, of a tree with a window
 CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
 # 5090.
@@ -79,7 +81,7 @@ def _dense(build: Build) -> Prepared:
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
-        not build.hopper,
+        TREE if build.function == "tree" else None, not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])
@@ -88,6 +90,10 @@ def _dense(build: Build) -> Prepared:
     )
     if build.kernel in STATISTICS:
         return _statistic(build, key, named)
+    if build.kernel == "bound_tiles":
+        return variants.states(key)[0], named
+    if build.kernel == "list_tiles":
+        return variants.forward(key).launches[0], named
     if build.kernel == "forward":
         plan, dtype = variants.forward(key), named["v"].dtype
         return plan.launches[-1], named | {
@@ -113,6 +119,11 @@ def _function(build: Build) -> tuple[list[Tensor] | None, str | None, str | None
     """The tensors that a function of indices reads, and what it says of a mask or of scores."""
     if build.function == "documents":
         mask = mask_mod(_same_document, torch.empty(BATCH, build.tokens, dtype=torch.int32, device="meta"))
+        return list(mask.tensors), mask.program.text, None
+    if build.function == "tree":
+        shape = (BATCH * build.tokens,) if build.rows == "packed" else (BATCH, build.tokens)
+        numbers = torch.empty(shape, dtype=torch.int32, device="meta")
+        mask = until(numbers, numbers) & sliding(1024)
         return list(mask.tensors), mask.program.text, None
     if build.function == "relative":
         score = score_mod(_relative, torch.empty(QUERY_HEADS, 257, device="meta"))
@@ -150,7 +161,8 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
-        "lists": numbers(4096, dtype=torch.int32, given=build.function == "documents"),
+        "lists": numbers(4096, dtype=torch.int32, given=build.function in ("documents", "tree")),
+        "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),
         "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),

@@ -3,6 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
+from ....masks.function import TreeTensors
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
 from ..launching.tiles import classify
@@ -22,9 +23,21 @@ class Lists(NamedTuple):
 
 
 def states(x: DenseShapes) -> Launch:
-    """Return the launch that classifies tiles; it writes int8 values to a tensor of shape ``x.states``."""
+    """Return the launch that classifies tiles, or bounds those of a tree; it writes a tensor ``x.states``."""
+    if x.tree is not None:
+        return _bounds(x, x.tree)
     kernel, programs, config = classify(x.states, tables.GRAIN, tables.GRAIN)
     return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
+
+
+def _bounds(x: DenseShapes, tree: TreeTensors) -> Launch:
+    from ..kernels.tree_tiles import EACH, bound_tiles
+
+    sequences, *_ = x.states
+    more = _counts(x, sequences, 1) | {"stride_state_b": prod(x.states[1:]), "reach": tree.reach}
+    more |= {"ENDS": tree.ends, "DEPTHS": tree.positions}
+    blocks = x.blocks(x.t, EACH.value * tables.GRAIN)
+    return x.launch(bound_tiles, blocks if x.packed else sequences * blocks, LaunchConfig(0, 0, 1, 4), more)
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool, group: int | None = None) -> Lists:
@@ -54,6 +67,8 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool, group: int | No
         "stride_state_h": of_head,
         "BY_KEYS": by_keys,
         "GROUP": group,
+        "TREE": x.tree is not None,
+        "reach": None if x.tree is None else x.tree.reach,
     }
     config = LaunchConfig(tiles.block_m, tiles.block_n, 1, 4)
     launch = x.launch(list_tiles, sequences * planes * blocks, config, more)

@@ -108,7 +108,7 @@ class Dense:
         if a.mask_program is None or a.mask_tiles is not None:
             return a
         launch, shape = variants.states(self._key(a))
-        tiles = a.q.new_empty(shape, dtype=torch.int8)
+        tiles = a.q.new_empty(shape, dtype=torch.int8 if a.mask_tree is None else torch.int32)
         launch.on(a._asdict() | captured(a) | {"states": tiles, "lengths": None})
         return a._replace(mask_tiles=tiles)
 

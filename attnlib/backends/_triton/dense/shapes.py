@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from ....call.spec import arch_of
+from ....masks.function import TreeTensors
 from ....tracing.program import Program
 from ...operators import result_dtype
 from ..functions.programs import bounds, derivatives, functions
@@ -42,6 +43,7 @@ class DenseShapes:
         # True if sequences may differ in their key bounds or in their origins (positions in a larger call).
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
+        self.tree = None if a.mask_tree is None else TreeTensors.read(a.mask_tree)
         self.states = (
             None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
         )
@@ -62,11 +64,14 @@ class DenseShapes:
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
         """Return the shape ``[sequences, heads, rows, columns]`` of the classified tiles of a mask function.
 
-        A dimension is 1 if all sequences, or all heads, have the same mask.
+        A dimension is 1 if all sequences, or all heads, have the same mask. For a tree, the third dimension
+        has bounds of ends, and of depths if it has a window, and the fourth one the tiles of keys.
         """
         read = program.read
         sequences = self.batch if not self.packed and ("b" in read or has_origin) else 1
         heads = self.h if "h" in read else 1
+        if self.tree is not None:
+            return sequences, 1, 2 if self.tree.reach is None else 4, self.blocks(self.t, tables.GRAIN)
         return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:

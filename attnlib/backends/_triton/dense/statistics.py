@@ -52,7 +52,8 @@ class Statistics:
         walks = wanted.kind == "maxima" or (wanted.kind == "mass" and wanted.rows is None)
         if walks and a.mask_program is not None and a.mask_tiles is None:
             launch, shape = variants.states(key)
-            a = a._replace(mask_tiles=a.q.new_empty(shape, dtype=torch.int8))
+            dtype = torch.int8 if a.mask_tree is None else torch.int32
+            a = a._replace(mask_tiles=a.q.new_empty(shape, dtype=dtype))
             launch.on(a._asdict() | captured(a) | {"states": a.mask_tiles, "lengths": None})
         launches, numbers = plan(key, wanted.kind, *_sizes(wanted))
         tensors |= {"states": a.mask_tiles}

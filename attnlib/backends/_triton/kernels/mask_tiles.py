@@ -2,7 +2,8 @@
 
 ``classify_tiles`` calls the mask function for every pair of query and key within the band (the window and
 causal limits), and marks small tiles as hidden, partial or full. ``list_tiles`` joins them into the larger
-tiles of an attention kernel, and applies the band and the bounds of sequences. Each block of queries, or of
+tiles of an attention kernel, and applies the band and the bounds of sequences. For a tree of sequences it
+compares bounds of ends and depths instead; see ``tree_tiles.py``. Each block of queries, or of
 keys, has one line in the list. After a header, partial tiles are listed in ascending order from the front of
 the line, and full tiles in ascending order from its back.
 """
@@ -14,7 +15,8 @@ import triton.language as tl
 
 from .band import KeyBand, bounds, key_range, origin_of, query_range
 from .scores import placed
-from .tile import COUNTS, locate
+from .tile import COUNTS, locate, slot_of
+from .tree_tiles import bounds_of, tree_states
 
 HIDDEN: tl.constexpr = tl.constexpr(0)  # no pair of the tile is visible; state 1 means that some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all pairs are visible
@@ -43,15 +45,6 @@ def line_of(work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.cons
     """Return the offset of the list of tiles for one block of queries or keys."""
     at = work.plane * stride_b + work.head * stride_h
     return at + slot_of(work.row, work.sequence, work.start, BLOCK, PACKED).to(tl.int64) * (HEADER + room)
-
-
-@triton.jit
-def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the number of the block of rows that begins at row ``start`` of a sequence.
-
-    Blocks of packed sequences are numbered consecutively, with one extra, partial block per sequence.
-    """
-    return row // BLOCK + sequence + start // BLOCK if PACKED else start // BLOCK
 
 
 @triton.jit
@@ -113,19 +106,38 @@ def classify_tiles(
     tl.store(states_ptr + row * columns + m, state.to(tl.int8), mask=m < columns)
 
 
+@triton.jit
+def joined_states(
+    states, work, n, columns, OWN: tl.constexpr, OTHER: tl.constexpr, GRAIN: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return if some pairs of a program's block and of tiles ``n`` are visible, and if all of them are."""
+    some, every = tl.full([CHUNK], HIDDEN, tl.int32), tl.full([CHUNK], WHOLE, tl.int32)
+    for a in tl.static_range(max(1, OWN // GRAIN)):
+        for b in tl.static_range(max(1, OTHER // GRAIN)):
+            own, other = work.start // GRAIN + a, n * OTHER // GRAIN + b
+            i, j = (other, own) if BY_KEYS else (own, other)
+            there = (other * GRAIN < tl.where(own * GRAIN < work.rows, work.others, 0)) & (n >= 0)
+            state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(tl.int32)
+            some = tl.maximum(some, state)
+            every = tl.minimum(every, tl.where(there, state, WHOLE))
+    return some > HIDDEN, every == WHOLE
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def list_tiles(
     lists_ptr, states_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
     batch, planes, s, t, columns, room, stride_state_b, stride_state_h, stride_list_b, stride_list_h,
-    left, right, prefix,
+    left, right, prefix, reach,
     GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Write the list of key tiles that each block of queries visits, int32 ``[b, h, blocks, HEADER + room]``.
 
     ``room`` is the most tiles that a list can hold. ``BY_KEYS``: list the query tiles that each block of keys
     visits instead, for one query head of the group after another. Tile ``n`` of head ``m`` in the group has
-    the number ``m * (room // GROUP) + n``.
+    the number ``m * (room // GROUP) + n``. ``TREE``: the states are the bounds of a tree's tokens, and
+    ``reach`` is how many ancestors a query sees, or None.
     """
     if BY_KEYS:
         OWN: tl.constexpr = BLOCK_N
@@ -133,14 +145,14 @@ def list_tiles(
         work = locate(
             tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, planes, t, s, 1, OWN, False
         )
-        first_query, queries, keys = work.other, work.others, work.rows
+        first_known, queries, keys = work.row if TREE else work.other, work.others, work.rows
     else:
         OWN: tl.constexpr = BLOCK_M
         OTHER: tl.constexpr = BLOCK_N
         work = locate(
             tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, OWN, False
         )
-        first_query, queries, keys = work.row, work.rows, work.others
+        first_known, queries, keys = work.other if TREE else work.row, work.rows, work.others
     if work.start >= work.rows:
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
@@ -157,26 +169,30 @@ def list_tiles(
 
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     of_sequence = states_ptr + work.plane * stride_state_b
-    of_sequence += tl.cast(slot_of(first_query, work.sequence, 0, GRAIN, PACKED), tl.int64) * columns
+    slot = tl.cast(slot_of(first_known, work.sequence, 0, GRAIN, PACKED), tl.int64)
+    of_sequence += slot if TREE else slot * columns
+    own_first = work.start if BY_KEYS else i0 + work.start
+    own_last = tl.minimum(own_first + OWN, keys)
+    if TREE:
+        own_bounds = bounds_of(of_sequence, columns, own_first, own_last, reach, OWN, GRAIN)
     line = lists_ptr + line_of(work, stride_list_b, stride_list_h, room, OWN, PACKED)
     before, cut, whole = 0, 0, 0
     for member in range(GROUP):
         states = of_sequence + (work.head * GROUP + member) * stride_state_h
         for first in range(low // OTHER, tl.cdiv(high, OTHER), CHUNK):
             n = first + tl.arange(0, CHUNK)
-            some, every = tl.full([CHUNK], HIDDEN, tl.int32), tl.full([CHUNK], WHOLE, tl.int32)
-            for a in tl.static_range(max(1, OWN // GRAIN)):
-                for b in tl.static_range(max(1, OTHER // GRAIN)):
-                    own, other = work.start // GRAIN + a, n * OTHER // GRAIN + b
-                    i, j = (other, own) if BY_KEYS else (own, other)
-                    there = (other * GRAIN < tl.where(own * GRAIN < work.rows, work.others, 0)) & (n >= 0)
-                    state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(
-                        tl.int32
-                    )
-                    some = tl.maximum(some, state)
-                    every = tl.minimum(every, tl.where(there, state, WHOLE))
-            visited = (some > HIDDEN) & (n * OTHER < high)
-            is_whole = visited & (every == WHOLE) & (n * OTHER >= all_low) & ((n + 1) * OTHER <= all_high)
+            if TREE:
+                other_first = n * OTHER + (i0 if BY_KEYS else 0)
+                other_last = tl.minimum(other_first + OTHER, keys)
+                other_bounds = bounds_of(states, columns, other_first, other_last, reach, OTHER, GRAIN)
+                if BY_KEYS:
+                    some, every = tree_states(other_bounds, own_bounds, other_first, other_last, reach)
+                else:
+                    some, every = tree_states(own_bounds, other_bounds, own_first, own_last, reach)
+            else:
+                some, every = joined_states(states, work, n, columns, OWN, OTHER, GRAIN, BY_KEYS)
+            visited = some & (n * OTHER < high)
+            is_whole = visited & every & (n * OTHER >= all_low) & ((n + 1) * OTHER <= all_high)
             is_cut, value = visited & ~is_whole, member * (room // GROUP) + n
             cuts, wholes = tl.cumsum(is_cut.to(tl.int32), 0), tl.cumsum(is_whole.to(tl.int32), 0)
             tl.store(line + HEADER + cut + cuts - 1, value, mask=is_cut)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from .band import Tiles
-from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
+from .mask_tiles import HIDDEN, WHOLE, lines_of
+from .tile import slot_of
 
 CUT: tl.constexpr = tl.constexpr(1)  # a partial tile: some pairs are visible
 # A run is encoded as `first tile * KINDS + kind`.

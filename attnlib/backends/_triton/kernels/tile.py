@@ -206,6 +206,15 @@ def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.con
     return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # if offsets decrease, skip this block
 
 
+@triton.jit
+def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Return the number of the block of rows that begins at row ``start`` of a sequence.
+
+    Blocks of packed sequences are numbered consecutively, with one extra, partial block per sequence.
+    """
+    return row // BLOCK + sequence + start // BLOCK if PACKED else start // BLOCK
+
+
 class Work(NamedTuple):
     """The work of a program: a block of queries or keys, called rows, in one head of one sequence.
 
