@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 import attnlib
+from attnlib import packing
 from attnlib.integrations import transformers as hf
 
 NAMES = tuple(
@@ -84,7 +85,7 @@ def walked(name: str) -> dict[str, str]:
         try:
             if isinstance(ours, Exception):
                 raise ours
-            mine = once(in_pages if way == "pages" else run, ours, state)
+            mine = once(OURS.get(way, run), ours, state)
             found[way] = compared(mine, expected)
             if way == "gradients" and found[way].startswith("wrong: off"):
                 eager.set_attn_implementation("sdpa")
@@ -333,6 +334,26 @@ def counted(model: nn.Module) -> Results:
     return [loss]
 
 
+def branches(model: nn.Module) -> list[Tensor]:
+    """Sequences that share prefixes."""
+    if "decoder_input_ids" in inputs(model) or inputs(model).keys() != {"input_ids"}:
+        raise LookupError("it reads more than one row of tokens")
+    a, b, c = ids(3, 7, 4)
+    return [torch.cat((a, b)), torch.cat((a, b[:3], c)), torch.cat((a, c[:5]))]
+
+
+@torch.no_grad()
+def one_by_one(model: nn.Module) -> Results:
+    return [model(row[None], use_cache=False).logits[0] for row in branches(model)]
+
+
+@torch.no_grad()
+def in_a_tree(model: nn.Module) -> Results:
+    tree = packing.tree(branches(model))
+    out = model(**hf.tree_inputs(tree)).logits[0]
+    return [out[rows] for rows in tree.rows]
+
+
 WAYS = MappingProxyType(
     {
         "plain": plain,
@@ -346,8 +367,10 @@ WAYS = MappingProxyType(
         "pages": in_tensors,
         "gradients": trained,
         "loss": counted,
+        "tree": one_by_one,
     }
 )
+OURS = MappingProxyType({"pages": in_pages, "tree": in_a_tree})  # what attnlib does otherwise than eager
 LETTERS = MappingProxyType({"agrees": "A", "refused": "r", "not tried": "-", "wrong": "W"})
 
 

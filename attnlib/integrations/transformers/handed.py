@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SAME = frozenset({"to", "bool", "clone", "contiguous", "cpu", "cuda", "detach"})
-MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "eager")
+MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "eager", "tree")
 
 
 class HandedMask(Tensor):
@@ -27,6 +27,7 @@ class HandedMask(Tensor):
     - ``numbers``: the document mask from which this bool mask was made; transformers converts a mask to bool
       when it gets it back.
     - ``eager``: a function that makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
+    - ``tree``: the arguments of :func:`attnlib.masks.until`, if the mask is that of a tree of sequences.
     """
 
     plain: Tensor
@@ -37,6 +38,7 @@ class HandedMask(Tensor):
     is_changed: bool = False
     numbers: "HandedMask | None" = None
     eager: Callable[[], Tensor] | None = None
+    tree: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,13 +60,21 @@ class HandedMask(Tensor):
             made = func(*_plain(args), **_plain(kwargs or {}))
         except (IndexError, RuntimeError):
             return _with_eager_masks(func, masks, args, kwargs or {})
-        if not isinstance(made, Tensor) or made.dim() == 0 or not masks:
+        if not isinstance(made, Tensor) or not masks:
             return made
-        if getattr(func, "__name__", "") in SAME and made.shape == masks[0].plain.shape:
+        name = getattr(func, "__name__", "")
+        if name not in SAME and any(mask.tree is not None for mask in masks):
+            raise NotImplementedError(
+                f"attention_mask: expected attention by attnlib over a tree of sequences, got {name}; "
+                'select attn_implementation="attnlib", and a model that does not compute with its mask'
+            )
+        if name in SAME and made.shape == masks[0].plain.shape:
             kept = handed(made, **{name: getattr(masks[0], name) for name in MADE_FOR})
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
                 kept.numbers = masks[0]
             return kept
+        if made.dim() == 0:
+            return made
         # If a mask is the same for every query, the result may still be used as a mask. If the mask needs the
         # model's flags (causal, window) to be complete, `is_changed` makes attention refuse the result.
         return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))

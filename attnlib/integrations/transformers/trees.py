@@ -1,0 +1,66 @@
+"""Trees of sequences that share prefixes, as inputs of transformers models."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...masks.band import AnyMask
+from ...masks.trees import until
+from ...packing import Tree
+from .handed import HandedMask, handed
+from .masks import is_band
+
+
+def inputs_of(tree: Tree) -> dict[str, Any]:
+    """Return the arguments with which a model computes a tree; see :func:`.tree_inputs`."""
+    ends, positions = tree.ends[None], tree.positions[None]
+    mask = handed(ends, tree=(ends, positions), keys=ends.shape[1])
+    return {
+        "input_ids": tree.tokens[None],
+        "attention_mask": mask,
+        "position_ids": positions,
+        "use_cache": False,
+    }
+
+
+def tree_of(mask: Any) -> HandedMask | None:
+    """Return the mask of a tree, also if transformers has converted it to bool; None for other masks."""
+    if not isinstance(mask, HandedMask):
+        return None
+    return mask if mask.tree is not None else tree_of(mask.numbers)
+
+
+def mask_of(mask: HandedMask, named: Mapping[str, Any], kinds: Sequence[type]) -> HandedMask:
+    """Return the mask of a tree for layers that request a causal mask, with or without a window.
+
+    ``named`` are the arguments of the request, and ``kinds`` the model classes that may have made it.
+
+    Raises:
+        NotImplementedError: the model requests another mask, mixes tokens outside attention, or has a cache.
+    """
+    if any(getattr(kind, "_is_stateful", False) for kind in kinds):
+        _refuse("recurrent layers, through which branches would see each other")
+    if not is_band(named):
+        _refuse("layers that are not causal, or that keep their window to themselves")
+    if not named["q_length"] == named["kv_length"] == mask.plain.shape[1]:
+        _refuse(f"{named['q_length']} queries and {named['kv_length']} keys")
+    return mask
+
+
+def restricted(mask: AnyMask, tree: tuple[Tensor, Tensor], bias: Tensor | None) -> AnyMask:
+    """Restrict a layer's causal mask to a tree; its window counts positions in the sequences.
+
+    Raises:
+        NotImplementedError: the model adds a bias to its scores, which would count rows of the tree.
+    """
+    if bias is not None:
+        _refuse("a bias of scores, which counts rows and not positions")
+    return mask & until(*tree)
+
+
+def _refuse(got: str) -> None:
+    raise NotImplementedError(
+        "attention_mask: expected causal attention without a cache over a tree of sequences, got "
+        f"{got}; pass the sequences one by one"
+    )
