@@ -1,12 +1,13 @@
-"""Convert padding masks, position ids and nested tensors to attnlib's arguments."""
+"""Convert padding masks, position ids, nested tensors and shared prefixes to attnlib's arguments."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .internal.checks import are_checks_on, is_recorded, is_strided, refuse_tensor
+from .internal.checks import INT32, are_checks_on, is_recorded, is_strided, refuse_tensor
 from .internal.padding import are_holed, edges_of
 from .internal.signatures import kind
 
@@ -141,6 +142,136 @@ def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
         if not is_strided(given):
             refuse_tensor(name, given)
     return torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long())
+
+
+class Tree(NamedTuple):
+    """Sequences merged by their common prefixes, in depth-first order; :func:`tree` makes one.
+
+    Attributes:
+        tokens: int64 ``[t]``, the token of each row.
+        positions: int64 ``[t]``, the position that each token has in its sequences, its depth in the tree.
+        ends: int32 ``[t]``, the first row after each token's subtree, for :func:`attnlib.masks.until`.
+        rows: for each sequence, int64 ``[len]`` with the rows of its tokens.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ends: Tensor
+    rows: list[Tensor]
+
+
+@kind
+def tree(sequences: Sequence[Tensor | Sequence[int]]) -> Tree:
+    """Merge sequences of tokens by their common prefixes into a :class:`Tree`, to train on each token once.
+
+    Each of the ``sequences`` is a tensor ``[len]`` or a list of integers. Two tokens are one row if they and
+    all tokens before them are equal. Branches are in the order in which the sequences first take them.
+    Sequences that do not begin with the same token become several trees. Sequences may be equal, empty, or
+    prefixes of others.
+
+    Call a model with ``tokens[None]``, ``positions[None]`` and ``masks.until(ends[None], positions[None])``.
+    Then ``logits[0, rows[n]]`` are the logits of sequence ``n``, and their gradients are summed where
+    sequences share rows. The host reads the tokens; the results are on the device of the sequences.
+
+    Raises:
+        TypeError: the sequences are not tensors or lists of integers.
+        ValueError: a sequence is not ``[len]``, devices differ, or there are more tokens than fit int32.
+
+    >>> merged = tree([[5, 6, 7], [5, 6, 8, 9], [5, 4]])
+    >>> merged.tokens, merged.positions
+    (tensor([5, 6, 7, 8, 9, 4]), tensor([0, 1, 2, 2, 3, 1]))
+    >>> merged.ends, merged.rows[1]
+    (tensor([6, 5, 3, 5, 5, 6], dtype=torch.int32), tensor([0, 1, 3, 4]))
+    """
+    if isinstance(sequences, Tensor | str) or not isinstance(sequences, Sequence):
+        raise TypeError(f"sequences: expected a list of sequences, got {type(sequences).__name__}")
+    given = [_sequence(f"sequences[{n}]", x) for n, x in enumerate(sequences)]
+    devices = {x.device for x in given}
+    if len(devices) > 1:
+        raise ValueError(f"sequences: expected tensors on one device, got {', '.join(map(str, devices))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    lengths = [len(x) for x in given]
+    own = list(torch.cat([torch.empty(0, dtype=torch.int64, device=device), *given]).cpu().split(lengths))
+    rows, total = _rows_of_tree(own)
+    if total > INT32:
+        raise ValueError(f"sequences: expected at most {INT32} tokens in all branches, got {total}")
+    at = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+    depths = torch.cat([at[:0], *(torch.arange(n) for n in lengths)])
+    lasts = torch.cat([at[:0], *((x[-1:] + 1).expand(len(x)) for x in rows)])
+    tokens, positions, ends = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
+    tokens[at], positions[at] = torch.cat([at[:0], *own]), depths
+    ends.scatter_reduce_(0, at, lasts, "amax")
+    results = (x.to(device) for x in (tokens, positions, ends.int()))
+    return Tree(*results, list(at.to(device).split(lengths)))
+
+
+def _sequence(name: str, x: Tensor | Sequence[int]) -> Tensor:
+    """Return a sequence as int64 ``[len]``."""
+    if not isinstance(x, Tensor):
+        if isinstance(x, str) or not isinstance(x, Sequence):
+            raise TypeError(f"{name}: expected a tensor or a list of integers, got {type(x).__name__}")
+        wrong = [y for y in x if isinstance(y, bool) or not isinstance(y, int)]
+        if wrong:
+            raise TypeError(f"{name}: expected integers, got {wrong[0]!r}")
+        return torch.tensor(x, dtype=torch.int64, device="cpu")
+    if not is_strided(x):
+        refuse_tensor(name, x)
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integers, got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name}: expected [len], got {tuple(x.shape)}")
+    return x.long()
+
+
+def _rows_of_tree(sequences: list[Tensor]) -> tuple[list[Tensor], int]:
+    """Return the row of each token of each sequence in the tree of all sequences, and the number of rows."""
+    known: list[int] = []  # the sequences so far, sorted by their tokens
+    shared, owners = (
+        [],
+        [],
+    )  # for each sequence: how many tokens it shares, and the sequence that owns the last
+    for n, x in enumerate(sequences):
+        low, high, best = 0, len(known), (0, -1)
+        while low < high:  # both neighbours in the sorted list are compared, one of which shares the most
+            middle = (low + high) // 2
+            other = sequences[known[middle]]
+            common = _common(x, other)
+            best = max(best, (common, known[middle]))
+            is_after = common < len(x) and (common == len(other) or bool(x[common] > other[common]))
+            low, high = (middle + 1, high) if is_after else (low, middle)
+        known.insert(low, n)
+        common, owner = best
+        while common and shared[owner] >= common:  # these tokens belong to a sequence before the owner
+            owner = owners[owner]
+        shared.append(common)
+        owners.append(owner)
+    return _numbered(shared, owners, [len(x) for x in sequences])
+
+
+def _numbered(shared: list[int], owners: list[int], lengths: list[int]) -> tuple[list[Tensor], int]:
+    """Return the rows of each sequence, given how many tokens it shares with the sequence that owns them."""
+    branches: list[list[tuple[int, int]]] = [[] for _ in shared]
+    roots = []
+    for n, (common, owner) in enumerate(zip(shared, owners, strict=True)):
+        (branches[owner] if common else roots).append((-common, n))
+    starts, total, stack = [0] * len(shared), 0, [n for _, n in reversed(roots)]
+    while stack:  # the tokens of a branch come first, then the branches that leave it, the deepest first
+        n = stack.pop()
+        starts[n] = total
+        total += lengths[n] - shared[n]
+        stack += [n for _, n in sorted(branches[n], reverse=True)]
+    rows: list[Tensor] = []
+    for n, (common, owner) in enumerate(zip(shared, owners, strict=True)):
+        own = torch.arange(starts[n], starts[n] + lengths[n] - common)
+        rows.append(torch.cat((rows[owner][:common], own)) if common else own)
+    return rows, total
+
+
+def _common(x: Tensor, other: Tensor) -> int:
+    """Return the number of tokens that two sequences have in common at their start."""
+    size = min(len(x), len(other))
+    differs = x[:size] != other[:size]
+    return int(differs.int().argmax()) if size and bool(differs.any()) else size
 
 
 def _check_none_is_empty(offsets: Sequence[int]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .internal.checks import NO_SIZES, check_dims, is_strided, refuse_tensor, varies
 from .internal.signatures import kind, leading_to
+from .tracing.depths import with_alibi
 from .tracing.evaluation import evaluated
 from .tracing.program import SCORED, Program, constant
-from .tracing.trace import QUERY_OFFSET, FirstQuery, traced
+from .tracing.trace import QUERY_OFFSET, FirstQuery, captured_of, traced
 
 FP32 = torch.finfo(torch.float32)
 
@@ -120,6 +121,20 @@ class Score(NamedTuple):
     def is_alike(self) -> bool:
         """True if a score depends only on q·k, and not on the indices of its query, key or sequence."""
         return self.alibi_slopes is self.function is None
+
+    def with_alibi_in_function(self, *, head: int, sequence: int) -> "Score":
+        """Return equal options without slopes, whose function subtracts ALiBi's bias first.
+
+        The slopes begin with those of this head and sequence.
+        """
+        if self.alibi_slopes is None:
+            return self
+        before = ScoreFunction(None, (), ()) if self.function is None else self.function
+        tensors = (*before.tensors, self.alibi_slopes)
+        captured = captured_of("score", tensors)
+        program = with_alibi(before.program, captured, head=head, sequence=sequence)
+        function = ScoreFunction(program, tensors, (*before.names, "alibi_slopes"), before.dims)
+        return self._replace(alibi_slopes=None, function=function)
 
     def filled(self, head_dim: int) -> "Score":
         """Return the validated options, with a default scale for heads of dimension ``head_dim``.

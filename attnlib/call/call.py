@@ -15,6 +15,7 @@ from ..masks.function import GRAIN, MaskFunction
 from ..scores import Score
 from .functions import Functions, check_functions, functions_of
 from .spec import AttentionSpec, describe
+from .trees import over_tree
 
 
 class Packing(NamedTuple):
@@ -176,6 +177,7 @@ def checked(call: Call) -> Call:
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and what was expected.
+        NotImplementedError: a tree is combined with dropout or a cache.
     """
     if call.kv is None:
         sizes = bound(call)
@@ -184,6 +186,7 @@ def checked(call: Call) -> Call:
         sizes = _bind_to_view(call)
         (q,), k, v = _autocast(call.q), None, None
     _check_tensors(call, sizes)
+    call = over_tree(call)
     score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
     # Calling the constructor twice takes a third of the time of _replace().

@@ -1,7 +1,8 @@
 """Attention masks: bands of visible keys, masks written as Python functions, and ready-made masks.
 
 ``band.py`` holds the masks that kernels compute from three integers. ``function.py`` combines a band with a
-function of token indices. Add new masks to ``ready_made.py``.
+function of token indices. ``trees.py`` has the mask of a tree of sequences. Add new masks to
+``ready_made.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from .ready_made import (
     seqused,
     tree,
 )
+from .trees import until
 
 __all__ = [
     "attention_sinks",
@@ -46,6 +48,7 @@ __all__ = [
     "prefix_lm",
     "seqused",
     "tree",
+    "until",
 ]
 
 if not TYPE_CHECKING:

@@ -142,6 +142,20 @@ class Mask:
         """Return the mask that shows all keys to every query."""
         return FULL
 
+    def beyond_causal(self) -> "Mask":
+        """Return the part of the mask that hides more than causal attention does.
+
+        >>> sliding(4).beyond_causal(), CAUSAL.beyond_causal()
+        (Mask(left=3, right=None, prefix=0), FULL)
+        """
+        is_implied = self.right is None or (self.right >= 0 and not self.prefix)
+        return Mask(self.left, None if is_implied else self.right, self.prefix)
+
+    @property
+    def lone_reach(self) -> int | None:
+        """The :attr:`reach` of a mask that has no other bound; None for other masks."""
+        return self.left if self.right is None else None
+
     def program(self) -> Program:
         """Return the mask as a program (a list of operations on token indices), which backends can run."""
         return Program(_band_text(self.left, self.right, self.prefix))

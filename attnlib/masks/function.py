@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..internal.checks import NO_SIZES, check_dims
 from ..internal.signatures import leading_to
+from ..tracing.depths import by_depth, counts_tokens
 from ..tracing.evaluation import evaluated
 from ..tracing.program import INDICES, Program, combined
 from ..tracing.trace import FirstQuery, captured_of, traced
@@ -36,6 +37,24 @@ class RetainedKeys(NamedTuple):
         return RetainedKeys(min(self.window, other.window), max(self.first, other.first))
 
 
+class TreeTensors(NamedTuple):
+    """The tensors of a mask function that describe a tree of sequences, by number.
+
+    Attributes:
+        ends: the tensor with the first row after each token's subtree, ``[b, t]`` or ``[t]``.
+        positions: the tensor with the depth of each token, in the same shape; None if depths are unknown.
+        offsets: the tensor with the start of each packed sequence, once a packed call has added it.
+        is_alone: True if the function hides nothing but what the tree and ``reach`` hide.
+        reach: how many ancestors a query sees, by their depths; None for all.
+    """
+
+    ends: int
+    positions: int | None
+    offsets: int | None = None
+    is_alone: bool = True
+    reach: int | None = None
+
+
 class Band(Protocol):
     """The methods that a MaskFunction calls on its band; :class:`attnlib.Mask` implements them."""
 
@@ -43,6 +62,7 @@ class Band(Protocol):
     def meet(self, other: "Band") -> "Band | None": ...
     def hull(self, other: "Band") -> "Band": ...
     def unbounded(self) -> "Band": ...
+    def beyond_causal(self) -> "Band": ...
     def program(self) -> Program: ...
     @property
     def kept(self) -> RetainedKeys: ...
@@ -65,6 +85,7 @@ class MaskFunction:
         sections: int32 offsets at which the documents of a row start, and the end of the last one, if the
             function only separates documents; otherwise None.
         dims: the letters of each tensor's dimensions, as in ``checks.check_dims``; "" if undocumented.
+        tree: the tensors that describe a tree, if the mask was made from :func:`attnlib.masks.until`.
     """
 
     band: Band
@@ -77,11 +98,12 @@ class MaskFunction:
     far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
     dims: tuple[Sequence[str], ...] = field(default=(), repr=False)
+    tree: TreeTensors | None = field(default=None, repr=False)
 
     @property
     def spelled(self) -> str:
         """A short description for messages: the band, and a note that a function restricts it."""
-        return f"{self.band.spelled} & a function"
+        return f"{self.band.spelled} & a {'function' if self.tree is None else 'tree'}"
 
     @property
     def kept(self) -> RetainedKeys:
@@ -148,7 +170,9 @@ class MaskFunction:
     def __and__(self, other: object) -> "Band | MaskFunction":
         if (other := _function(other)) is None:
             return NotImplemented
-        if (band := self.band.meet(other.band)) is not None:
+        if self.tree is not None or other.tree is not None:
+            both = _within_tree(self, other) if other.tree is None else _within_tree(other, self)
+        elif (band := self.band.meet(other.band)) is not None:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and (known[0].tiles is not None or known[0].sections is not None):
@@ -164,9 +188,11 @@ class MaskFunction:
     def __or__(self, other: object) -> "Band | MaskFunction":
         if (other := _function(other)) is None:
             return NotImplemented
+        _refuse_tree("|", self, other)
         return _joined("logical_or", _all_of(self), _all_of(other), self.band.hull(other.band))
 
     def __invert__(self) -> "Band | MaskFunction":
+        _refuse_tree("~", self)
         own = _all_of(self)
         program = combined(
             "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
@@ -251,6 +277,57 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
     captured = captured_of("mask", tensors)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
     return _simplest(band, program, tensors, dims)
+
+
+def _within_tree(x: MaskFunction, other: MaskFunction) -> MaskFunction:
+    """Return the mask ``x`` of a tree, restricted by another mask whose distances are depths in the tree.
+
+    Raises:
+        ValueError: the other mask has a tree of its own, or counts distances and the tree has no positions.
+    """
+    tree, theirs = x.tree, other.tree
+    if theirs is not None:
+        if _tensors_of_tree(x) != _tensors_of_tree(other):
+            raise ValueError("mask: expected one tree, got masks made from two calls of masks.until()")
+        is_alone, reaches = tree.is_alone and theirs.is_alone, {tree.reach, theirs.reach} - {None}
+        both = _joined("logical_and", x, other, x.band)
+        return replace(both, tree=tree._replace(is_alone=is_alone, reach=min(reaches, default=None)))
+    rest = other.band.beyond_causal()
+    own = _all_of(replace(other, band=rest))
+    if own.program == EVERYWHERE:
+        return x
+    if counts_tokens(own.program):
+        if tree.positions is None:
+            counts = other.band.spelled if other.program == EVERYWHERE else other.spelled
+            raise ValueError(positions_missing(counts))
+        tensors = (*own.tensors, x.tensors[tree.positions])
+        program = by_depth(own.program, captured_of("mask", tensors), len(own.tensors))
+        dims = (*own.dims, *("",) * (len(own.tensors) - len(own.dims)), x.dims[tree.positions])
+        own = MaskFunction(own.band, program, tensors, dims=dims)
+    reach = rest.lone_reach if other.program == EVERYWHERE else None
+    is_alone, reaches = tree.is_alone and reach is not None, {tree.reach, reach} - {None}
+    both = _joined("logical_and", x, own, x.band)
+    return replace(both, tree=tree._replace(is_alone=is_alone, reach=min(reaches, default=None)))
+
+
+def _tensors_of_tree(x: MaskFunction) -> list[int]:
+    return [id(x.tensors[n]) for n in (x.tree.ends, x.tree.positions) if n is not None]
+
+
+def positions_missing(counts: str) -> str:
+    """Return the error message for ``counts``, which needs distances in a tree whose depths are unknown."""
+    return (
+        f"positions: expected the depths of the tree's tokens, since {counts} counts distances in depths, "
+        "got None; pass masks.until(ends, positions=tree.positions)"
+    )
+
+
+def _refuse_tree(operation: str, *both: MaskFunction) -> None:
+    if any(x.tree is not None for x in both):
+        raise NotImplementedError(
+            f"mask: expected & to combine a tree with another mask, got {operation}; its distances would be "
+            "rows or depths; write one mask_mod() for both"
+        )
 
 
 def _simplest(

@@ -5,13 +5,15 @@ that do the same then compare as equal. Every backend reads programs: the torch 
 tiles, and the Triton backend writes them into its kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .kinds import BITWISE, BOOL, FLOAT, INT64, OF_BOOLS, OPERATIONS, TRANSCENDENTAL, UINT8, fits, promoted
 
 INDICES = ("b", "h", "i", "j", "first")
 SCORED = ("score", *INDICES)
+NOTHING: Mapping = MappingProxyType({})
 BRACKETS = "write an index for each dimension in one pair of brackets, as in t[b, j]"
 
 
@@ -193,13 +195,27 @@ class Steps:
             return self._kinds[x]
         return BOOL if isinstance(x, bool) else INT64 if isinstance(x, int) else FLOAT
 
-    def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
+    def again(self, operation: str, operands: Iterable[Operand]) -> Operand:
+        """Add a step of another program, with other operands of the same kinds."""
+        tensor, *rest = operands
+        if operation == "load":
+            return self.load(int(tensor.name[1:]), *rest)
+        if operation == "where":
+            return self.where(tensor, *rest)
+        if operation in OPERATIONS:
+            return self.add(operation, tensor, *rest)
+        return self.cast(tensor, operation.removeprefix("to_"))
+
+    def copied(
+        self, program: Program, tensors: Sequence[int], given: Mapping[Value, Operand] = NOTHING
+    ) -> Operand:
         """Copy the steps of another program into this one, and return a reference to its result.
 
         ``tensors`` lists which captured tensors of this program replace those of the other one, by number.
+        ``given`` has operands that replace inputs of the other one.
         """
         parsed = program.parsed
-        here = {Value(name): Value(name) for name in parsed.inputs}
+        here = {Value(name): Value(name) for name in parsed.inputs} | dict(given)
         here |= {Value(f"t{n}"): Value(f"t{at}") for n, at in enumerate(tensors)}
         for step in parsed.steps:
             operands = tuple(here.get(x, x) if isinstance(x, Value) else x for x in step.operands)
@@ -254,15 +270,7 @@ def _read(text: str) -> Parsed:
     steps = Steps(inputs, captured)
     for line in lines:
         name, _, operands = line.partition(" = ")[2][:-1].partition("(")
-        operands = [_operand(x) for x in operands.split(", ") if x]
-        if name == "load":
-            steps.load(int(operands[0].name[1:]), *operands[1:])
-        elif name == "where":
-            steps.where(*operands)
-        elif name in OPERATIONS:
-            steps.add(name, *operands)
-        else:
-            steps.cast(*operands, name.removeprefix("to_"))
+        steps.again(name, [_operand(x) for x in operands.split(", ") if x])
     return steps.parsed(_operand(last.removeprefix("return ")))
 
 

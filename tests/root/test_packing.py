@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tree_cases import EXAMPLE, SEQUENCES, by_dict
 
 from attnlib import CAUSAL, FULL, GroupedQueryAttention, KVCache, attention, varlen_attention
 from attnlib.internal.padding import edges_of
 from attnlib.masks.ready_made import mask_tensor
-from attnlib.packing import bounds_of, from_jagged, from_position_ids, last_rows, to_jagged
+from attnlib.packing import bounds_of, from_jagged, from_position_ids, last_rows, to_jagged, tree
 
 
 @given(
@@ -184,3 +185,51 @@ def test_what_is_no_jagged_tensor_is_refused():
         from_jagged(holes)
     with pytest.raises(TypeError, match="x: expected a"):
         to_jagged(x, x.offsets())
+
+
+@given(SEQUENCES)
+def test_a_tree_holds_every_prefix_once(sequences):
+    """In depth-first order, its branches as they first appear, whatever holds the tokens."""
+    expected = by_dict(sequences)
+    for given_as in (list, lambda x: torch.tensor(x, dtype=torch.int16)):
+        made = tree([given_as(x) for x in sequences])
+        found = (
+            *(x.tolist() for x in (made.tokens, made.positions, made.ends)),
+            [x.tolist() for x in made.rows],
+        )
+        assert found == expected
+    assert [x.dtype for x in made[:3]] == [torch.int64, torch.int64, torch.int32]
+    assert all(x.dtype == torch.int64 for x in made.rows)
+
+
+def test_a_tree_gives_its_sequences_back():
+    made = tree(EXAMPLE)
+    assert [made.tokens[rows].tolist() for rows in made.rows] == EXAMPLE
+    assert all(made.positions[rows].tolist() == list(range(len(rows))) for rows in made.rows)
+
+
+def test_long_sequences_share_a_long_prompt():
+    prompt = torch.randint(0, 50_000, (9_000,))
+    made = tree([torch.cat((prompt[: 9_000 - 100 * n], torch.full((1_000,), -n))) for n in range(20)])
+    assert len(made.tokens) == 9_000 + 20 * 1_000
+    assert made.ends[0] == len(made.tokens)
+    assert made.ends[8_999] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("sequences", "error", "message"),
+    [
+        (torch.zeros(2, 3), TypeError, "sequences: expected a list of sequences, got Tensor"),
+        (3, TypeError, "sequences: expected a list of sequences, got int"),
+        ([[1], 2], TypeError, r"sequences\[1\]: expected a tensor or a list of integers, got int"),
+        ([[1], "ab"], TypeError, r"sequences\[1\]: expected a tensor or a list of integers, got str"),
+        ([[1, 2.0]], TypeError, r"sequences\[0\]: expected integers, got 2.0"),
+        ([[1, True]], TypeError, r"sequences\[0\]: expected integers, got True"),
+        ([torch.zeros(2)], TypeError, r"sequences\[0\]: expected integers, got torch.float32"),
+        ([torch.zeros(1, 2).int()], ValueError, r"sequences\[0\]: expected \[len\], got \(1, 2\)"),
+        ([[1], torch.zeros(1, device="meta").int()], ValueError, "sequences: expected tensors on one device"),
+    ],
+)
+def test_what_is_no_list_of_sequences_is_refused(sequences, error, message):
+    with pytest.raises(error, match=message):
+        tree(sequences)
