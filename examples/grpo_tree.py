@@ -65,9 +65,7 @@ def sample(model: Decoder, prompts: Tensor, options: argparse.Namespace, generat
     answers, length = options.answers, prompts.shape[1] + options.new_tokens
     cache = paged_cache(model, sequences=len(prompts) * answers, length=length)
     first, logits = prefill(model, cache, prompts)
-    handles = [
-        fork for handle in first for fork in (handle, *(cache.fork(handle) for _ in range(answers - 1)))
-    ]
+    handles = [x for handle in first for x in (handle, *cache.fork(handle, answers - 1))]
 
     def choose(logits: Tensor) -> Tensor:
         return torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(

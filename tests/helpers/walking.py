@@ -69,7 +69,8 @@ def of(kind: type, level: int, implementation: str) -> nn.Module:
 def walked(name: str) -> dict[str, str]:
     """Run the class in each way: "agrees", or "refused", "not tried" or "wrong" and why.
 
-    Gradients also agree if they are at most twice as far from eager as those of torch's fused attention.
+    Gradients and trees also agree if they are at most twice as far from eager as those of torch's fused
+    attention.
     """
     try:
         eager, ours = made(name)
@@ -87,11 +88,11 @@ def walked(name: str) -> dict[str, str]:
                 raise ours
             mine = once(OURS.get(way, run), ours, state)
             found[way] = compared(mine, expected)
-            if way == "gradients" and found[way].startswith("wrong: off"):
+            if way in ("gradients", "tree") and found[way].startswith("wrong: off"):
                 eager.set_attn_implementation("sdpa")
                 theirs = once(run, eager, state)
                 eager.set_attn_implementation("eager")
-                if off(mine, expected) < 2 * off(theirs, expected):  # gradients that are nothing but rounding
+                if off(mine, expected) < 2 * off(theirs, expected):  # nothing but rounding
                     found[way] = "agrees"
         except Exception as error:
             found[way] = (

@@ -60,7 +60,7 @@ class RegisteredFunctions:
         meaning = masks.meaning_of(named.get("mask_function", masks.causal_mask_function))
         is_row = named["q_length"] == 1
         if (tree := trees.tree_of(back)) is not None:
-            return trees.mask_of(tree, named, kinds)
+            return trees.mask_of(tree, named, [trees.why_refused(kind) for kind in kinds])
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:

@@ -54,20 +54,20 @@ class HandedMask(Tensor):
             return args[0]
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
         beside = [x for x in _flat((args, kwargs or {})) if isinstance(x, Tensor) and not isinstance(x, cls)]
+        if beside:
+            _refuse_tree(func, masks)
         if any(x.dim() > 2 for x in beside) and all(mask.plain.dim() == 2 for mask in masks):
             return _with_eager_masks(func, masks, args, kwargs or {})
         try:
             made = func(*_plain(args), **_plain(kwargs or {}))
         except (IndexError, RuntimeError):
+            _refuse_tree(func, masks)
             return _with_eager_masks(func, masks, args, kwargs or {})
         if not isinstance(made, Tensor) or not masks:
             return made
         name = getattr(func, "__name__", "")
-        if name not in SAME and any(mask.tree is not None for mask in masks):
-            raise NotImplementedError(
-                f"attention_mask: expected attention by attnlib over a tree of sequences, got {name}; "
-                'select attn_implementation="attnlib", and a model that does not compute with its mask'
-            )
+        if name not in SAME:
+            _refuse_tree(func, masks)
         if name in SAME and made.shape == masks[0].plain.shape:
             kept = handed(made, **{name: getattr(masks[0], name) for name in MADE_FOR})
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
@@ -94,6 +94,16 @@ def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
     if not isinstance(mask, HandedMask):
         return None, mask
     return None if torch.compiler.is_compiling() else mask.bounds, mask.plain
+
+
+def _refuse_tree(func: Callable, masks: list[HandedMask]) -> None:
+    """Raise NotImplementedError if one of the masks that ``func`` computes with is that of a tree."""
+    if any(mask.tree is not None for mask in masks):
+        raise NotImplementedError(
+            "attention_mask: expected attention by attnlib over a tree of sequences, got "
+            f'{getattr(func, "__name__", func)}; select attn_implementation="attnlib", and a model that does '
+            "not compute with its mask"
+        )
 
 
 def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs: Any) -> Any:

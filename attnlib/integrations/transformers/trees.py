@@ -1,15 +1,24 @@
 """Trees of sequences that share prefixes, as inputs of transformers models."""
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...masks.band import AnyMask
 from ...masks.trees import until
 from ...packing import Tree
+from .choosing import source_of
 from .handed import HandedMask, handed
 from .masks import is_band
+
+# Models that number tokens themselves, whatever position_ids they get.
+OWN_POSITIONS = re.compile(
+    r"create_position_ids_from_input_ids|position_ids` were provided but will be ignored"
+)
 
 
 def inputs_of(tree: Tree) -> dict[str, Any]:
@@ -31,16 +40,28 @@ def tree_of(mask: Any) -> HandedMask | None:
     return mask if mask.tree is not None else tree_of(mask.numbers)
 
 
-def mask_of(mask: HandedMask, named: Mapping[str, Any], kinds: Sequence[type]) -> HandedMask:
+def why_refused(kind: type[PreTrainedModel]) -> str | None:
+    """Return the reason why models of this class cannot compute a tree, or None if they can."""
+    if kind._is_stateful:
+        return "recurrent layers, through which branches would see each other"
+    if "position_ids" not in inspect.signature(kind.forward).parameters or OWN_POSITIONS.search(
+        source_of(kind)
+    ):
+        return "a model that makes positions itself, from rows"
+    return None
+
+
+def mask_of(mask: HandedMask, named: Mapping[str, Any], reasons: Sequence[str | None]) -> HandedMask:
     """Return the mask of a tree for layers that request a causal mask, with or without a window.
 
-    ``named`` are the arguments of the request, and ``kinds`` the model classes that may have made it.
+    ``named`` are the arguments of the request, and ``reasons`` what :func:`why_refused` says of the model
+    classes that may have made it.
 
     Raises:
-        NotImplementedError: the model requests another mask, mixes tokens outside attention, or has a cache.
+        NotImplementedError: all these classes are refused, or the request is for another mask or has a cache.
     """
-    if any(getattr(kind, "_is_stateful", False) for kind in kinds):
-        _refuse("recurrent layers, through which branches would see each other")
+    if reasons and all(reasons):
+        _refuse(reasons[0])
     if not is_band(named):
         _refuse("layers that are not causal, or that keep their window to themselves")
     if not named["q_length"] == named["kv_length"] == mask.plain.shape[1]:
