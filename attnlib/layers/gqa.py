@@ -30,7 +30,7 @@ from .parameters import (
     published_slopes,
     reset_children,
 )
-from .positions import angles_of, positions_of, scale_and_gain, scaled_head
+from .positions import angles_of, positions_of, scale_and_gain, scaled_head, with_depths
 from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import Share, plan_of, share_of, share_of_context
 
@@ -274,7 +274,8 @@ class GroupedQueryAttention(nn.Module):
           context. ``key_starts`` and ``key_ends`` int32 ``[b]`` say the same if padding has no holes; with
           them, the host does not wait for the device.
         - ``positions`` are ``[b, s]`` or ``[t]``, and affect rope only. None means ``kv.positions`` in a
-          cache step, positions from 0 in each sequence with ``cu_seqlens``, and ``arange(s)`` otherwise.
+          cache step, the positions of a tree that the mask holds (see :func:`attnlib.masks.until`),
+          positions from 0 in each sequence with ``cu_seqlens``, and ``arange(s)`` otherwise.
           With ``rope.axes``, they are ``[axes, b, s]`` or ``[axes, t]``, and a cache step needs them.
         - ``angles`` are precomputed, by ``rope.angles(positions)`` or :func:`attnlib.shared_angles`.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
@@ -290,6 +291,7 @@ class GroupedQueryAttention(nn.Module):
         given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, ranks)
         given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
+        given = with_depths(self, x, given)
         if keys is not None or not self.own_keys:
             widths = self.head_dim, self.v_head_dim
             check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=False, first=self.q_proj)

@@ -25,7 +25,7 @@ from .inputs import Inputs, check, check_latent_rope, check_options, check_store
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
 from .padding import without_padding
 from .parameters import check_counts, described, not_none, reset_children
-from .positions import angles_of, positions_of
+from .positions import angles_of, positions_of, with_depths
 from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import local_weight, plan_of, share_of
 
@@ -204,6 +204,7 @@ class MultiHeadLatentAttention(nn.Module):
         given = without_padding(x, given)
         first = self.q_proj if self.q_lora_rank is None else self.q_a_proj
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=first)
+        given = with_depths(self, x, given)
         if keys is not None or not self.own_keys:
             widths = self.kv_lora_rank, self.qk_rope_head_dim
             check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=True, first=first)

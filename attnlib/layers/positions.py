@@ -1,11 +1,57 @@
 """Positions of a layer's tokens, and their rotary angles."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..call.trees import refuse_cache, tree_of
 from ..kv import KVView
+from ..masks.function import MaskFunction, positions_missing
 from ..rope.rope import Angles, Rope
 from .inputs import Inputs
+
+
+def with_depths(layer: nn.Module, x: Tensor, given: Inputs) -> Inputs:
+    """Return inputs with the depths of x's tokens as positions, if a mask holds a tree and they are needed.
+
+    Given positions are used as they are, as in :func:`angles_of`.
+
+    Raises:
+        NotImplementedError: the tree is used with a cache.
+        ValueError: nothing gives the positions that the layer's rope or temperature needs, or the tree does
+            not fit x.
+    """
+    if tree_of(layer.mask) is tree_of(given.mask) is None:
+        return given
+    if given.is_stored:
+        refuse_cache(layer.mask)
+        refuse_cache(given.mask)
+    by_rope = layer.rope is not None and given.angles is None
+    if given.positions is not None or not (by_rope or layer.temperature is not None):
+        return given
+    mask = layer.mask_tensors() if tree_of(given.mask) is None else given.mask
+    if mask.tree.positions is None:
+        counts = "the layer's rope" if by_rope else "the layer's temperature"
+        raise ValueError(f"{positions_missing(counts)}, or pass positions= to the layer")
+    depths = _depths(mask, x, given)
+    if layer.rope is not None and layer.rope.axes is not None:
+        depths = depths.expand(len(layer.rope.axes.sections), *depths.shape)
+    return given._replace(positions=depths)
+
+
+def _depths(mask: MaskFunction, x: Tensor, given: Inputs) -> Tensor:
+    """Return the depths of x's tokens, ``[b, s]`` or ``[t]``; with context parallelism, of this rank's."""
+    depths, tokens, cu_seqlens = mask.tensors[mask.tree.positions], _own_tokens(x, given), given.cu_seqlens
+    if cu_seqlens is None:
+        ranks = 1 if given.context_parallel is None else given.context_parallel.mesh.size()
+        mask.check({"b": x.shape[0]}, {"T": x.shape[-2] * ranks})
+        return depths[..., tokens]
+    mask.check({"b": len(cu_seqlens) - 1})
+    last = depths.shape[-1] - 1
+    if depths.dim() == 1:
+        return depths[tokens.clamp(max=last)]  # the attention call refuses a tree of fewer tokens
+    sequence = sequence_of(tokens, cu_seqlens)
+    inside = (tokens - cu_seqlens[sequence]).clamp(max=last)
+    return depths[sequence.clamp(max=len(depths) - 1), inside]
 
 
 def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
@@ -84,11 +130,16 @@ def _counted_tokens(x: Tensor, given: Inputs) -> Tensor:
         if given.keys.positions is None:
             raise ValueError("positions: a view outside a cache step does not know them; pass positions=")
         return given.keys.positions
-    count, ranks = x.shape[-2], given.context_parallel
-    tokens = torch.arange(count, device=x.device) if ranks is None else ranks.positions(count, x.device)
+    tokens = _own_tokens(x, given)
     if given.cu_seqlens is None:
         return tokens
     return tokens - given.cu_seqlens[sequence_of(tokens, given.cu_seqlens)]
+
+
+def _own_tokens(x: Tensor, given: Inputs) -> Tensor:
+    """Return the index of each token of x in its row or pack, counted over all ranks."""
+    count, ranks = x.shape[-2], given.context_parallel
+    return torch.arange(count, device=x.device) if ranks is None else ranks.positions(count, x.device)
 
 
 def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..call.trees import tree_of
 from ..internal.signatures import kind
 from ..rope.rope import Angles
 from .inputs import Inputs, check
-from .positions import angles_of
+from .positions import angles_of, with_depths
 
 
 @kind
@@ -45,10 +46,11 @@ def shared_angles(
     made: list[tuple] = []  # not a dict: torch.compile would have to hash its keys
     shared = []
     for layer in layers:
-        wanted = layer.rope, layer.context_parallel
+        wanted = layer.rope, layer.context_parallel, None if tree_of(layer.mask) is None else layer.mask
         found = next((angles for *of, angles in made if tuple(of) == wanted), None)
         if found is None and layer.rope is not None:
-            found = angles_of(layer.rope, x, given._replace(context_parallel=layer.context_parallel))
+            own = given._replace(context_parallel=layer.context_parallel)
+            found = angles_of(layer.rope, x, with_depths(layer, x, own))
             made.append((*wanted, found))
         shared.append(found)
     return shared
