@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]
-        angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens)
+        angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens, mask=mask)
         for i, block in enumerate(self.blocks):
             kv = None if caches is None else caches[i]
             x = block(x, kv=kv, angles=angles[i], cu_seqlens=cu_seqlens, mask=mask)

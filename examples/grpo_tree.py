@@ -85,7 +85,7 @@ def log_probs_of_tree(model: Decoder, tokens: Tensor, prompt: int) -> tuple[Tens
     """Return the log-probability of each token after the prompt, ``[n, answer]``, and the rows computed."""
     tree = packing.tree(list(tokens))
     mask = masks.until(tree.ends[None], tree.positions[None])
-    logits = model(tree.tokens[None], mask=mask, positions=tree.positions[None])[0]
+    logits = model(tree.tokens[None], mask=mask)[0]
     rows = torch.stack(tree.rows)[:, prompt - 1 : -1]  # the rows that predict the answers
     return chosen(logits[rows], tokens[:, prompt:]), len(tree.tokens)
 
@@ -173,7 +173,7 @@ def draw(trees: Run, copies: Run, rewards: Sequence[float], picture: Path) -> No
     bars = costs.bar(names, shares, color="#1b6ca8")
     costs.bar_label(bars, [f"{share:.0f} %" for share in shares])
     costs.axhline(100, color="0.6", linewidth=2)
-    costs.set(title="A step on trees, of one on copies", ylabel="percent", ylim=(0, 112))
+    costs.set(title="A step on trees", ylabel="percent of a step on copies", ylim=(0, 112))
     for axes in (losses, reward, costs):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture)
