@@ -20,6 +20,7 @@ def ways(monkeypatch):
     return [make(place(), tree, given) for make in (trees.whole_tree, trees.copies, trees.flex)]
 
 
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
 def test_all_ways_compute_the_same(ways):
     whole, copied, flex = ways
     assert distance(copied.results(), whole.results()) < 1e-5
