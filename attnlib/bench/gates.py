@@ -35,7 +35,6 @@ class GateCase(NamedTuple):
 
 
 GATES = (GateCase("head gate", "head"), GateCase("channel gate", "channel"))
-ROUNDS = 12  # with three, the costs of a gate, about 2 %, varied by 1 % (H200, 2026-11)
 
 
 class Beside(nn.Module):
@@ -69,7 +68,8 @@ def training(place: Target, case: GateCase, compile: Callable = torch.compile) -
     for name, layer in layers.items():
         runs = {name: partial(step, compile(layer), layer, x), "eager": partial(step, layer, layer, x)}
         timed[name] = agreeing(runs, lambda run: run())[name]
-    return in_turns(timed, place.seconds, max(ROUNDS, place.rounds), place.budget)
+    # With three rounds, the cost of a gate, about 2 %, varies by 1 % (H200, 2026-11).
+    return in_turns(timed, place.seconds, max(12, place.rounds), place.budget)
 
 
 def step(call: Callable, layer: nn.Module, x: Tensor) -> list[Tensor]:

@@ -191,10 +191,11 @@ def test_a_planted_wide_function_is_found():
 def test_backends_stay_small():
     """The limit is what stood there in November 2026; a feature that needs more says so here.
 
-    Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122.
+    Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122; Hopper's
+    own kernels for them 5.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4243, f"{sum(found.values())} statements in backends/, not 4243: {found}"
+    assert sum(found.values()) <= 4248, f"{sum(found.values())} statements in backends/, not 4248: {found}"
 
 
 def test_the_benchmark_stays_small():

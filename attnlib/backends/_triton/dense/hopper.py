@@ -1,5 +1,6 @@
 """Choose the kernels for a call without a cache: the dedicated Hopper kernels, or the generic ones."""
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
 # The channel blocks of heads that are wider than 256.
-HALVES = dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF)
+HALVES = MappingProxyType(dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF))
 
 
 class Forward(NamedTuple):
@@ -195,11 +196,13 @@ class WidePass(NamedTuple):
     right_slots: int
 
 
-WIDE_PASSES = {
-    "dv": WidePass("k", None, "q", "dout", 2, 2, 2),
-    "dk": WidePass("k", "v", "dout", "q", 1, 2, 1),
-    "dq": WidePass("q", "dout", "v", "k", 1, 2, 1),
-}
+WIDE_PASSES = MappingProxyType(
+    {
+        "dv": WidePass("k", None, "q", "dout", 2, 2, 2),
+        "dk": WidePass("k", "v", "dout", "q", 1, 2, 1),
+        "dq": WidePass("q", "dout", "v", "k", 1, 2, 1),
+    }
+)
 
 
 def _wide_backward(x: BackwardShapes) -> Backward:
