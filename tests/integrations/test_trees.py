@@ -142,3 +142,8 @@ def test_compiled_models_are_refused():
     model = torch.compile(made("llama", "attnlib"), backend="eager")
     with pytest.raises(Exception, match="tree"):
         model(**hf.tree_inputs(packing.tree(sequences())))
+
+
+def test_only_trees_are_taken():
+    with pytest.raises(TypeError, match=r"tree: expected what packing.tree\(\) returned, got list"):
+        hf.tree_inputs(sequences())

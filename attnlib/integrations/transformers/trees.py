@@ -23,6 +23,8 @@ OWN_POSITIONS = re.compile(
 
 def inputs_of(tree: Tree) -> dict[str, Any]:
     """Return the arguments with which a model computes a tree; see :func:`.tree_inputs`."""
+    if not isinstance(tree, Tree):
+        raise TypeError(f"tree: expected what packing.tree() returned, got {type(tree).__name__}")
     ends, positions = tree.ends[None], tree.positions[None]
     mask = handed(ends, tree=(ends, positions), keys=ends.shape[1])
     return {
