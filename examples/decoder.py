@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlib import Angles, KVLayout, LayerCache, shared_angles
+from attnlib import Angles, KVLayout, LayerCache, MaskFunction, shared_angles
 
 
 class SwiGLU(nn.Module):
@@ -41,9 +41,16 @@ class Block(nn.Module):
         self.mlp = SwiGLU(hidden_size, mlp_size)
 
     def forward(
-        self, x: Tensor, *, kv: LayerCache | None, angles: Angles | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        *,
+        kv: LayerCache | None,
+        angles: Angles | None,
+        cu_seqlens: Tensor | None,
+        mask: MaskFunction | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), kv=kv, angles=angles, cu_seqlens=cu_seqlens)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, kv=kv, angles=angles, cu_seqlens=cu_seqlens, mask=mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -95,18 +102,20 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         rows: Tensor | None = None,
+        mask: MaskFunction | None = None,
     ) -> Tensor:
         """Return the logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
 
         Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]`` or
         ``[t]``) default to the cache's positions, or without a cache to each token's index in its sequence.
-        With ``rows`` ``[n]``, return logits ``[n, vocab]`` after these packed tokens only.
+        With ``rows`` ``[n]``, return logits ``[n, vocab]`` after these packed tokens only. ``mask`` restricts
+        the mask of every layer.
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]
-        angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens)
+        angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens, mask=mask)
         for i, block in enumerate(self.blocks):
             kv = None if caches is None else caches[i]
-            x = block(x, kv=kv, angles=angles[i], cu_seqlens=cu_seqlens)
+            x = block(x, kv=kv, angles=angles[i], cu_seqlens=cu_seqlens, mask=mask)
         x = x if rows is None else x[rows]
         return self.lm_head(self.norm(x))

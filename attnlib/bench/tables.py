@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored, weights
+from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored, trees, weights
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
@@ -88,6 +88,12 @@ GPU = (
         "weights",
         "Largest scores and probabilities recomputed, compared with the forward, bf16",
         "ms",
+    ),
+    _table(
+        trees.rows,
+        "trees",
+        "Sequences with a common prefix as a tree, per visible pair, GQA 32/8 d128, bf16",
+        RATE,
     ),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),

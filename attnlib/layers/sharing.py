@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..call.trees import tree_of
 from ..internal.signatures import kind
+from ..masks.band import AnyMask
 from ..rope.rope import Angles
 from .inputs import Inputs, check
 from .positions import angles_of, with_depths
@@ -20,11 +21,13 @@ def shared_angles(
     kv: LayerCache | None = None,
     positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    mask: AnyMask | None = None,
 ) -> list[Angles | None]:
     """Return the rotary angles of x's tokens for each layer, to pass as ``angles``; None without rope.
 
     Layers with the same rope share one computation. Pass the arguments that the first layer is called with:
     ``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens``. ``kv`` may be any layer of a cache step.
+    Of ``mask`` only a tree matters, whose positions are used if there are no others.
 
     >>> options = {"mask": CAUSAL, "rope": Rope(16)}
     >>> layers = [GroupedQueryAttention(64, 4, **options) for _ in range(3)]
@@ -40,7 +43,7 @@ def shared_angles(
     if not (several and all(hasattr(layer, "rope") for layer in layers)):
         got = [type(layer).__name__ for layer in layers] if several else type(layers).__name__
         raise TypeError(f"layers: expected a sequence of attention layers, got {got}")
-    given = Inputs(kv=kv, positions=positions, cu_seqlens=cu_seqlens)
+    given = Inputs(kv=kv, positions=positions, cu_seqlens=cu_seqlens, mask=mask)
     for layer in layers[:1]:
         check(x, layer.hidden_size, given, rope=layer.rope, mask=layer.mask, projection=layer.o_proj)
     made: list[tuple] = []  # not a dict: torch.compile would have to hash its keys

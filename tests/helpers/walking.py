@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 import attnlib
+from attnlib import packing
 from attnlib.integrations import transformers as hf
 
 NAMES = tuple(
@@ -68,7 +69,8 @@ def of(kind: type, level: int, implementation: str) -> nn.Module:
 def walked(name: str) -> dict[str, str]:
     """Run the class in each way: "agrees", or "refused", "not tried" or "wrong" and why.
 
-    Gradients also agree if they are at most twice as far from eager as those of torch's fused attention.
+    Gradients also agree if they are at most twice as far from eager as those of torch's fused attention, and
+    trees if they are at most twice as far as their sequences one by one.
     """
     try:
         eager, ours = made(name)
@@ -84,19 +86,27 @@ def walked(name: str) -> dict[str, str]:
         try:
             if isinstance(ours, Exception):
                 raise ours
-            mine = once(in_pages if way == "pages" else run, ours, state)
+            mine = once(OURS.get(way, run), ours, state)
             found[way] = compared(mine, expected)
-            if way == "gradients" and found[way].startswith("wrong: off"):
-                eager.set_attn_implementation("sdpa")
-                theirs = once(run, eager, state)
-                eager.set_attn_implementation("eager")
-                if off(mine, expected) < 2 * off(theirs, expected):  # gradients that are nothing but rounding
+            if way in ("gradients", "tree") and found[way].startswith("wrong: off"):
+                theirs = by_another_way(way, run, eager, ours, state)
+                if off(mine, expected) < 2 * off(theirs, expected):  # nothing but rounding
                     found[way] = "agrees"
         except Exception as error:
             found[way] = (
                 f"{'refused' if is_refusal(error, way) else 'wrong'}: {type(error).__name__}: {error}"
             )
     return found
+
+
+def by_another_way(way: str, run, eager: nn.Module, ours: nn.Module, state: dict) -> Results:
+    """Return gradients by torch's fused attention, or the sequences of a tree by attnlib one by one."""
+    if way == "tree":
+        return once(run, ours, state)
+    eager.set_attn_implementation("sdpa")
+    results = once(run, eager, state)
+    eager.set_attn_implementation("eager")
+    return results
 
 
 def once(run, model: nn.Module, state: dict) -> Results:
@@ -333,6 +343,26 @@ def counted(model: nn.Module) -> Results:
     return [loss]
 
 
+def branches(model: nn.Module) -> list[Tensor]:
+    """Sequences that share prefixes."""
+    if "decoder_input_ids" in inputs(model) or inputs(model).keys() != {"input_ids"}:
+        raise LookupError("it reads more than one row of tokens")
+    a, b, c = ids(3, 7, 4)
+    return [torch.cat((a, b)), torch.cat((a, b[:3], c)), torch.cat((a, c[:5]))]
+
+
+@torch.no_grad()
+def one_by_one(model: nn.Module) -> Results:
+    return [model(row[None], use_cache=False).logits[0] for row in branches(model)]
+
+
+@torch.no_grad()
+def in_a_tree(model: nn.Module) -> Results:
+    tree = packing.tree(branches(model))
+    out = model(**hf.tree_inputs(tree)).logits[0]
+    return [out[rows] for rows in tree.rows]
+
+
 WAYS = MappingProxyType(
     {
         "plain": plain,
@@ -346,8 +376,10 @@ WAYS = MappingProxyType(
         "pages": in_tensors,
         "gradients": trained,
         "loss": counted,
+        "tree": one_by_one,
     }
 )
+OURS = MappingProxyType({"pages": in_pages, "tree": in_a_tree})  # what attnlib does otherwise than eager
 LETTERS = MappingProxyType({"agrees": "A", "refused": "r", "not tried": "-", "wrong": "W"})
 
 

@@ -42,7 +42,9 @@ def test_the_readme_fits_a_page():
     assert max(len(cell.split()) for cell in cells) <= 12
 
 
-@pytest.mark.parametrize("page", ["docs/masks.md", "docs/transformers.md", "docs/migration.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/masks.md", "docs/transformers.md", "docs/migration.md", "docs/trees.md"]
+)
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks, known = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), {}

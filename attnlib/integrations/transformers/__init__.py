@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ...internal.signatures import kind
+from ...packing import Tree
 from .building import layer_from
 from .doors import register_functions
 from .latents import keep_latents
 from .paged import NAME, PagedCache
 from .replacing import replace_attention
+from .trees import inputs_of
 
-__all__ = ["PagedCache", "absorb", "from_config", "register", "replace"]
+__all__ = ["PagedCache", "absorb", "from_config", "register", "replace", "tree_inputs"]
 
 
 @kind
@@ -93,3 +95,18 @@ def replace(model: nn.Module) -> nn.Module:
     register()
     model.set_attn_implementation(NAME)
     return model
+
+
+@kind
+def tree_inputs(tree: Tree) -> dict[str, Any]:
+    """Return the arguments with which a model computes a tree: ``model(**hf.tree_inputs(tree))``.
+
+    ``tree`` comes from :func:`attnlib.packing.tree`. The model must have selected ``attnlib``; other
+    implementations would ignore the branches. ``logits[0, tree.rows[n]]`` are the logits of sequence ``n``,
+    and windows count positions in the sequences.
+
+    The arguments are ``input_ids``, ``attention_mask``, ``position_ids`` and ``use_cache=False``. A model
+    raises NotImplementedError if its attention is not causal or has a bias of scores, if layers other than
+    attention mix tokens, or under ``torch.compile``.
+    """
+    return inputs_of(tree)

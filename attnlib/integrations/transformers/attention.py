@@ -19,6 +19,7 @@ from ...scores import bias_tensor
 from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 from .pages import attention_to_pages, pages_of
+from .trees import restricted
 
 # transformers may pass these arguments, but attnlib does not support them: they must be None or False, or a
 # Cache, which has given its keys and values to the model already.
@@ -187,6 +188,8 @@ def _seen(
     """Apply transformers' mask; return keys, values, attnlib's mask, the bias of scores, and key bounds."""
     if attention_mask is None:
         return k, v, mask, bias, None
+    if (tree := getattr(attention_mask, "tree", None)) is not None:
+        return k, v, restricted(mask, tree, bias), None, None
     if attention_mask.dim() == 2:
         bounds, attention_mask = read(attention_mask)
         if attention_mask.shape[0] != k.shape[0]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from . import attention, masks
+from . import attention, masks, trees
 from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, watch_choices, why_refused
 from .handed import HandedMask, handed
 from .paged import NAME
@@ -59,6 +59,8 @@ class RegisteredFunctions:
         self._refuse_kinds(kinds)
         meaning = masks.meaning_of(named.get("mask_function", masks.causal_mask_function))
         is_row = named["q_length"] == 1
+        if (tree := trees.tree_of(back)) is not None:
+            return trees.mask_of(tree, named, [trees.why_refused(kind) for kind in kinds])
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:

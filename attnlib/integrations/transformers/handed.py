@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SAME = frozenset({"to", "bool", "clone", "contiguous", "cpu", "cuda", "detach"})
-MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "eager")
+MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "eager", "tree")
 
 
 class HandedMask(Tensor):
@@ -27,6 +27,7 @@ class HandedMask(Tensor):
     - ``numbers``: the document mask from which this bool mask was made; transformers converts a mask to bool
       when it gets it back.
     - ``eager``: a function that makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
+    - ``tree``: the arguments of :func:`attnlib.masks.until`, if the mask is that of a tree of sequences.
     """
 
     plain: Tensor
@@ -37,6 +38,7 @@ class HandedMask(Tensor):
     is_changed: bool = False
     numbers: "HandedMask | None" = None
     eager: Callable[[], Tensor] | None = None
+    tree: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,19 +54,27 @@ class HandedMask(Tensor):
             return args[0]
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
         beside = [x for x in _flat((args, kwargs or {})) if isinstance(x, Tensor) and not isinstance(x, cls)]
+        if beside:
+            _refuse_tree(func, masks)
         if any(x.dim() > 2 for x in beside) and all(mask.plain.dim() == 2 for mask in masks):
             return _with_eager_masks(func, masks, args, kwargs or {})
         try:
             made = func(*_plain(args), **_plain(kwargs or {}))
         except (IndexError, RuntimeError):
+            _refuse_tree(func, masks)
             return _with_eager_masks(func, masks, args, kwargs or {})
-        if not isinstance(made, Tensor) or made.dim() == 0 or not masks:
+        if not isinstance(made, Tensor) or not masks:
             return made
-        if getattr(func, "__name__", "") in SAME and made.shape == masks[0].plain.shape:
+        name = getattr(func, "__name__", "")
+        if name not in SAME:
+            _refuse_tree(func, masks)
+        if name in SAME and made.shape == masks[0].plain.shape:
             kept = handed(made, **{name: getattr(masks[0], name) for name in MADE_FOR})
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
                 kept.numbers = masks[0]
             return kept
+        if made.dim() == 0:
+            return made
         # If a mask is the same for every query, the result may still be used as a mask. If the mask needs the
         # model's flags (causal, window) to be complete, `is_changed` makes attention refuse the result.
         return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))
@@ -84,6 +94,16 @@ def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
     if not isinstance(mask, HandedMask):
         return None, mask
     return None if torch.compiler.is_compiling() else mask.bounds, mask.plain
+
+
+def _refuse_tree(func: Callable, masks: list[HandedMask]) -> None:
+    """Raise NotImplementedError if one of the masks that ``func`` computes with is that of a tree."""
+    if any(mask.tree is not None for mask in masks):
+        raise NotImplementedError(
+            "attention_mask: expected attention by attnlib over a tree of sequences, got "
+            f'{getattr(func, "__name__", func)}; select attn_implementation="attnlib", and a model that does '
+            "not compute with its mask"
+        )
 
 
 def _with_eager_masks(func: Callable, masks: list[HandedMask], args: Any, kwargs: Any) -> Any:

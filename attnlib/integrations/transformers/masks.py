@@ -16,7 +16,7 @@ is only one query.
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -140,7 +140,12 @@ def meaning_of(function: Callable) -> str:
     return next((kinds[kind] for kind in _kinds(function) if kind in kinds), "other")
 
 
-def _is_band(kinds: list, options: dict) -> bool:
+def is_band(named: Mapping[str, Any]) -> bool:
+    """True if transformers requests a causal mask, whose window, if it has one, reaches attention."""
+    return _is_band(list(_kinds(named.get("mask_function", causal_mask_function))), named)
+
+
+def _is_band(kinds: list, options: Mapping[str, Any]) -> bool:
     """True if a mask is causal, without a window or with a window that the model passes to attention."""
     rest = [kind for kind in kinds if kind is not causal_mask_function]
     if len(rest) == len(kinds) or any(kind != WINDOW for kind in rest):
