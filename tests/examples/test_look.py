@@ -41,7 +41,10 @@ def test_the_first_token_of_a_head_that_sees_nothing_else():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["missing.safetensors", TEXT], "look.py: "), (["model.safetensors", ""], "text: expected some characters")],
+    [
+        (["missing.safetensors", TEXT], "look.py: "),
+        (["model.safetensors", ""], "text: expected some characters"),
+    ],
 )
 def test_what_cannot_be_shown_is_an_error(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
