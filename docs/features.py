@@ -136,6 +136,8 @@ def cached(
 
 
 DOCUMENTS = CAUSAL & masks.documents(numbers(SEQUENCES, TOKENS))
+ENDS = numbers(SEQUENCES, TOKENS)
+TREE = masks.until(ENDS, ENDS) & sliding(256)
 EVERY_SECOND = CAUSAL & mask_mod(lambda b, h, i, j: (i - j) % 2 == 0)
 READS_TENSOR = Score(function=scores.distance_bias(meta(HEADS, 256)))
 SUMS = Score(function=score_mod(lambda score, b, h, i, j: score - 0.1 * (i - j)))
@@ -160,6 +162,9 @@ ON_TENSORS = (
     dense("MQA: one KV head", heads=(HEADS, 1)),
     dense("`FULL`, `CAUSAL`, `sliding(n)`, any `Mask(...)`", given=BANDS),
     dense("mask functions", given=(DOCUMENTS, EVERY_SECOND)),
+    dense(
+        "trees of sequences, with a window and ALiBi", given=(TREE,), score=Score(alibi_slopes=meta(HEADS))
+    ),
     dense("mask functions, more than 128 channels", given=(DOCUMENTS,), widths=(EXPANDED, (256, 256))),
     dense("mask functions, fp8", given=(DOCUMENTS,), dtypes=(E4M3,)),
     dense("score functions of sums and products, more than 64 channels", score=SUMS),

@@ -14,8 +14,15 @@ from .drawn import dense, varlen
 from .functions import function
 from .judge import Mismatch
 from .lives import Life
+from .trees import tree
 
-KINDS: dict[str, Callable] = {"dense": dense, "varlen": varlen, "cached": Life, "function": function}
+KINDS: dict[str, Callable] = {
+    "dense": dense,
+    "varlen": varlen,
+    "cached": Life,
+    "function": function,
+    "tree": tree,
+}
 
 
 @dataclass(frozen=True)

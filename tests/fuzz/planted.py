@@ -11,6 +11,8 @@ from attnlib.backends.operators import outputs
 from attnlib.cache import layers
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
+from attnlib.call import trees
+from attnlib.masks import function
 from attnlib.scores import Score, ScoreFunction
 from attnlib.tracing import evaluation, program, trace
 
@@ -154,6 +156,11 @@ def with_its_function(getstate: Callable) -> Callable:
     return lambda mask: getstate(mask) | {"versions": lambda: None}
 
 
+def first_argument(original: Callable) -> Callable:
+    """A program stays as it is."""
+    return lambda program, *arguments: program
+
+
 # name -> the kind of case that meets it, how many cases it may take, where it is, and the bug
 PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
@@ -178,5 +185,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "a score without the key": ("function", 25, ScoreFunction, "definition", as_small_as_what_is_read),
     "untraceable, in any words": ("function", 25, trace, "_called", errors_as_they_are),
     "a mask that cannot be pickled": ("function", 25, MaskFunction, "__getstate__", with_its_function),
+    "a window of a tree that counts rows": ("tree", 40, function, "by_depth", first_argument),
+    "packed trees without offsets": ("tree", 40, trees, "rebased", first_argument),
     "int8 rounded down": ("cached", 20, _torch, "quantise", rounded_down),
 }
