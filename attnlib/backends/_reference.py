@@ -43,9 +43,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.descales is not None:
         q, k, v = _dequantized(call)
         call = call._replace(q=q, k=k, v=v)
-    # Slopes, sinks and similar tensors are converted to the dtype of scores here, once for all sequences:
-    # their gradients are then also summed in that dtype.
-    call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
+    call = _widened(call)
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
     outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
     # Queries that belong to no sequence get an output of 0 and an LSE of -inf. The sums of empty slices are
@@ -64,7 +62,8 @@ cached_attention = attention
 
 def statistic(call: Call, wanted: Statistic) -> Tensor:
     """Return a statistic of a call: attention whose values are unit vectors gives the probabilities."""
-    result = wanted.result(call.q, call.k).fill_(-torch.inf if wanted.kind == "maxima" else 0)
+    call, result = _widened(call), wanted.result(call.q, call.k)
+    result.fill_(-torch.inf if wanted.kind == "maxima" else 0)
     row = key = 0
     for n, (q, k, _, start, end) in enumerate(_sequences(call)):
         s, (t, g, _), packed = len(q), k.shape, call.packing is not None
@@ -132,6 +131,15 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
 
 def prepare(call: Call) -> None:
     """Return None: this backend has no faster way to repeat a call."""
+
+
+def _widened(call: Call) -> Call:
+    """Convert slopes, sinks and similar tensors to the dtype of scores, once for all sequences.
+
+    Their gradients are then also summed in that dtype.
+    """
+    dtype = wide(call.q)
+    return call._replace(score=Score(*(x.to(dtype) if isinstance(x, Tensor) else x for x in call.score)))
 
 
 def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -215,7 +215,10 @@ def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> tor
 
 def register_statistic(name: str, run: Callable[..., Tensor]) -> torch.library.Library | None:
     """Register ``{name}_statistic``, an operator without a gradient; keep the library that is returned."""
-    return register(Operator(f"{name}_statistic{STATISTIC}", run, fake_statistic, statistic_flops))
+    operator = Operator(
+        f"{name}_statistic{STATISTIC}", run, fake_statistic, statistic_flops, vmap=_one_by_one
+    )
+    return register(operator)
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -248,6 +251,13 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
         each = [operator(*(_sliced(x, dim, i) for x, dim in pairs)) for i in range(n)]
         results = [torch.stack(x) for x in zip(*each, strict=True)]
     return tuple(results), (0,) * len(results)
+
+
+def _one_by_one(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[Tensor, int]:
+    """Run an operator with one result under vmap, once per index of the mapped dimension."""
+    pairs = list(zip(inputs, in_dims, strict=True))
+    each = [operator(*(_sliced(x, dim, i) for x, dim in pairs)) for i in range(info.batch_size)]
+    return torch.stack(each), 0
 
 
 def _sliced(x: object, dim: object, i: int) -> object:

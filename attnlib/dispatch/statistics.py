@@ -9,6 +9,7 @@ from torch import Tensor
 from ..call.call import Call, Origin, Packing, checked
 from ..call.statistic import Statistic, checked_statistic, first_column
 from ..internal.checks import are_checks_on
+from ..internal.watched import have_tangents
 from ..scores import Score
 from .placements import LocalCall, MeshPlacement, local_call
 from .run import ExplainOnly
@@ -34,6 +35,10 @@ def compute(call: Call, statistic: Statistic, name: str | ExplainOnly | None = N
         return compute(plain, statistic._replace(kind="maxima"), name)
     if call.kv is not None:
         return _over_view(call, statistic, name)
+    if call.spec.grad and have_tangents(call.q, call.k, statistic.lse, *call.optional.values()):
+        raise NotImplementedError(
+            "q: expected no forward-mode derivative, since attention weights have none; pass x.detach()"
+        )
     call = call._replace(spec=call.spec._replace(grad=False, statistic=statistic.kind))
     if type(name) is ExplainOnly:
         name.explanations.append(explained(call, name.name))

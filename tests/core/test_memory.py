@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attnlib import CAUSAL, FULL, KVCache, KVLayout, Mask, attention, cached_attention, sliding
+from attnlib import (
+    CAUSAL,
+    FULL,
+    KVCache,
+    KVLayout,
+    Mask,
+    attention,
+    attention_maxima,
+    attention_weights,
+    cached_attention,
+    sliding,
+)
 
 
 def allocations(call) -> tuple[int, int]:
@@ -47,6 +58,20 @@ def test_no_mask_and_no_copy_of_keys(mask, dims):
     assert largest <= max(t * 8 * e * 4, 4 * 2**19)  # the output, or a tile of scores
     assert largest < min(boolean_mask, scores)
     assert largest <= repeated
+
+
+def test_recomputed_probabilities_take_the_memory_of_a_tile():
+    """Largest scores, mass, and means at chosen keys of 4096 tokens and 8 heads: all scores take 512 MiB."""
+    q, k, lse = torch.randn(1, 4096, 8, 16), torch.randn(1, 4096, 2, 16), torch.zeros(1, 8, 4096)
+    at = torch.randint(0, 4096, (1, 4096, 8))
+    calls = (
+        lambda: attention_maxima(q, k, mask=CAUSAL),
+        lambda: attention_weights(q, k, lse, mask=CAUSAL, over="queries"),
+        lambda: attention_weights(q, k, lse, mask=CAUSAL, over="queries", rows=torch.arange(64)),
+        lambda: attention_weights(q, k, lse, mask=CAUSAL, over="heads", at=at),
+    )
+    for call in calls:
+        assert allocations(call)[0] < 64 << 20
 
 
 def test_grouped_heads_read_the_keys_they_were_given():

@@ -4,7 +4,7 @@ import decode_helpers
 import pytest
 import torch
 from decode_helpers import Sizes, store
-from weight_helpers import oracle
+from weight_helpers import forms, oracle
 
 from attnlib import (
     CAUSAL,
@@ -43,7 +43,7 @@ def test_over_a_cache(layout, page_size, counts):
     q, view, options = call.q, call.stored.view, {"mask": mask, **call.options}
     lse = cached_attention_with_lse(q, view, **options)[1]
     packed = not isinstance(counts, int)
-    rows = torch.tensor([1, -1, 0, 2, 6] if packed else [[1, -1, 0], [2, 2, 0], [0, 1, 2]])
+    rows = torch.tensor([1, -1, 0, 2, 6] if packed else [[1, -1, 0], [-1, 2, 2], [3, 0, 1]])
     at = torch.randint(-1, 21, (*q.shape[:-2], 6))
     mass = attention_weights(q, view, lse, over="queries", **options)
     some = attention_weights(q, view, lse, over="queries", rows=rows, **options)
@@ -68,11 +68,26 @@ def test_over_a_cache(layout, page_size, counts):
         got = none[:, seen] if packed else none[n][:, seen]
         torch.testing.assert_close(got[..., :t].double(), want["none"][0][:, seen], **close)
         assert not got[..., t:].any()
+        assert packed or not none[n][:, asked["rows"] < 0].any()
         own = heads[first : first + s] if packed else heads[n]
         torch.testing.assert_close(own.double(), want["heads"][0], **close)
         for of, x in maxima.items():
             own = x[:, first : first + s] if packed else x[n]
             torch.testing.assert_close(own.double(), want[of][0], **close)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["windowed"], LAYOUTS["latent int8"]], ids=["windowed", "latent"])
+def test_the_reference_reads_the_same_keys(layout):
+    stored = store(layout, Sizes((20, 3, 7), (6, 2, 0), 4))
+    call = stored.call(3, 4, CAUSAL if layout.window is None else sliding(9))
+    lse = cached_attention_with_lse(call.q, stored.view, mask=call.mask)[1]
+    asked = {"rows": torch.tensor([2, 0]), "at": torch.randint(-1, 21, (3, 3, 6))}
+    ours, theirs = (
+        forms(call.q, stored.view, lse, asked, mask=call.mask, backend=name)
+        for name in ("torch", "reference")
+    )
+    for name, x in ours.items():
+        torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 def test_functions_count_in_the_cache():

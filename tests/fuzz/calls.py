@@ -15,6 +15,7 @@ from attnlib import varlen_attention_with_lse as varlen_with_lse
 from .draw import Draw
 from .judge import Mismatch, Question, Tensors, gradients, judge
 from .oracle import Rule, Sequence
+from .recomputed import check_recomputed
 
 TENSORS = ("alibi_slopes", "sinks")
 
@@ -95,6 +96,10 @@ class Call:
             if not torch.equal(x.detach().cpu().nan_to_num(), before[name].nan_to_num()):
                 raise Mismatch(f"{name}: the call changed its input")
         judge(question, ours, {n: x.cpu() for n, x in directions.items()}, self.leaves)
+        if self.split is None and self.draw.maybe(0.3):
+            with_lse = varlen_with_lse if self.lengths.packed else attention_with_lse
+            lse = with_lse(*self.qkv(self.tensors), **arguments)[1].detach()
+            check_recomputed(self, arguments, lse)
 
     def question(self, tensors: Tensors) -> Question:
         h, _, d, e = self.sizes

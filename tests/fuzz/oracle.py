@@ -136,6 +136,12 @@ def _scores(x: Sequence, rule: Rule, q: Tensor, k: Tensor, letters: str, *, back
     return logits.masked_fill(~x.visible(rule), -torch.inf)
 
 
+def scores(x: Sequence, rule: Rule) -> Tensor:
+    """Scores ``[h, s, t]`` in the dtype of x, -inf where hidden."""
+    q, k, _, letters = _seen(x, rule, x.q.dtype)
+    return _scores(x, rule, q, k, letters, backwards=False)
+
+
 def _softmax(x: Sequence, rule: Rule, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Weights ``[h, s, t + 1]``, the sinks' last, and LSE ``[h, s]``; 0 and -inf where there is nothing to
     see.

@@ -6,7 +6,7 @@ import torch
 
 from attnlib import Mask, MaskFunction
 from attnlib.backends import _torch, autograd
-from attnlib.backends._torch import implementations, tiles
+from attnlib.backends._torch import implementations, statistics, tiles
 from attnlib.backends.operators import outputs
 from attnlib.cache import layers
 from attnlib.cache.pages import PageAllocator
@@ -76,6 +76,11 @@ def lse_without_gradient(gradients: Callable) -> Callable:
 def strangers_by_zero(batches: Callable) -> Callable:
     """Keys of others, and of nobody, are multiplied by zero."""
     return lambda a: batches(a._replace(q=a.q + 0 * a.k.sum()))
+
+
+def rows_moved(runs: Callable) -> Callable:
+    """The rows of which probabilities are asked are counted from 1."""
+    return lambda batch, rows: runs(batch, rows if rows is None else [row - 1 for row in rows])
 
 
 def uninitialised(nothing: Callable) -> Callable:
@@ -173,6 +178,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "no gradient of the LSE": ("dense", 20, autograd.Operators, "gradients", lse_without_gradient),
     "slopes of the first sequence": ("varlen", 120, tiles, "_slopes", slopes_of_one_sequence),
     "NaN times zero": ("varlen", 20, implementations, "batches", strangers_by_zero),
+    "rows one after the asked": ("varlen", 60, statistics, "_runs", rows_moved),
     "rows of nobody left": ("varlen", 20, implementations, "_nothing", uninitialised),
     "left padding seen": ("cached", 40, implementations, "cached_batches", starts_ignored),
     "a forked page not copied": ("cached", 60, layers, "copy_pages", nothing),

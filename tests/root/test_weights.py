@@ -6,6 +6,7 @@ from function_cases import MASK_NAMES, SCORE_NAMES, functions
 from helpers import OPTIONS, make, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from weight_helpers import WHOLE, all_scores, drawn, forms, oracle, probabilities, spans
 
 from attnlib import (
@@ -175,6 +176,25 @@ def test_there_is_no_gradient():
     found = forms(q, k, lse, drawn(1, 5, 5), mask=CAUSAL)
     assert not any(x.requires_grad for x in found.values())
     assert found.keys() >= {*WHOLE}
+
+
+def test_forward_mode_is_refused():
+    q, k, lse = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), torch.zeros(1, 2, 5)
+    with forward_ad.dual_level():
+        assert attention_weights(q, k, lse, mask=CAUSAL, over="queries").shape == (1, 2, 5)
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="q: expected no forward-mode derivative"):
+            attention_weights(dual, k, lse, mask=CAUSAL, over="queries")
+
+
+def test_vmap():
+    q, k, lse = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 2, 8), torch.randn(3, 2, 4, 5)
+
+    def mass(q, k, lse):
+        return attention_weights(q, k, lse, mask=CAUSAL, over="queries")
+
+    found = torch.func.vmap(mass, in_dims=(0, 0, 0))(q, k, lse)
+    torch.testing.assert_close(found, torch.stack([mass(*x) for x in zip(q, k, lse, strict=True)]))
 
 
 def test_strides_do_not_matter():
