@@ -18,11 +18,13 @@ from .dispatch.run import Interceptor, attend
 from .dispatch.statistics import compute
 from .internal.checks import bind, is_strided, refuse_tensor
 from .internal.signatures import kind
+from .kv import DTYPES
 from .layers import GroupedQueryAttention, MultiHeadLatentAttention
 
 if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed.device_mesh import DeviceMesh
 
+FP32 = torch.finfo(torch.float32)
 Layer = GroupedQueryAttention | MultiHeadLatentAttention
 
 
@@ -142,7 +144,7 @@ class _Recorder(Interceptor):
                 products = products.masked_fill(products.isnan(), -torch.inf)
                 largest = products.movedim(-2, 0).flatten(1).amax(1)
                 own = self.maxima.narrow(0, self.first, largest.shape[0])
-                own.copy_(torch.maximum(own, largest))
+                own.copy_(torch.maximum(own, largest.to(own.device)))
         return attend(call, self.name)
 
 
@@ -188,10 +190,12 @@ def clip_(layer: Layer, maxima: Tensor, *, bound: float = 100.0) -> Tensor:
     _check_layer("layer", layer)
     if not is_strided(maxima):
         refuse_tensor("maxima", maxima)
-    if not maxima.is_floating_point():
-        raise TypeError(f"maxima: expected a float tensor, got {maxima.dtype}")
+    if maxima.dtype not in DTYPES:
+        raise TypeError(f"maxima: expected fp16, bf16, fp32 or fp64, got {maxima.dtype}")
+    if maxima.device != (device := _query_weight(layer).device):
+        raise ValueError(f"maxima: expected device {device} like the weights, got {maxima.device}")
     bind(("maxima", maxima, "h"), known={"h": layer.num_heads})
-    maxima = maxima.detach()
+    maxima, bound = maxima.detach().to(torch.promote_types(maxima.dtype, torch.float32)), float(bound)
     g, rows = _factors(layer, (bound / maxima).where((maxima > bound) & maxima.isfinite(), 1.0))
     for name, factors in rows.items():
         for x in getattr(layer, name).parameters(recurse=False):
@@ -203,8 +207,8 @@ def _check_bound(bound: float) -> None:
     """Raise TypeError or ValueError unless ``bound`` is a Python number above 0."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         raise TypeError(f"bound: expected a Python number, got {type(bound).__name__}")
-    if not 0 < bound < float("inf"):
-        raise ValueError(f"bound: expected a finite number above 0, got {bound}")
+    if not FP32.tiny <= bound <= FP32.max:
+        raise ValueError(f"bound: expected a finite fp32 number above 0, got {bound}")
 
 
 def _check_layer(path: str, layer: object) -> None:
@@ -255,7 +259,6 @@ def _times(x: Tensor, n: int) -> Tensor:
 @torch.no_grad()
 def _scale_rows(x: Tensor, factors: Tensor) -> None:
     """Multiply the rows of a weight or bias in place; it may be a DTensor."""
-    factors = factors.to(x.device)
     if hasattr(x, "device_mesh"):
         from torch.distributed.tensor import DTensor, Replicate
 

@@ -21,6 +21,7 @@ from attnlib import (
     shared_angles,
 )
 from attnlib.layers.parameters import PROJECTIONS
+from attnlib.qk_clip import clip_
 from attnlib.rope.scaling import QueryTemperature
 
 X = numbers(2, 3, M)
@@ -186,6 +187,54 @@ def is_that_of_the_definition(layer, args, result):
         torch.testing.assert_close(result.detach().double(), wide(**args | doubled), rtol=1e-4, atol=1e-4)
 
 
+def weights_are_legal(layer, a):
+    """Of ``over``, "none" needs rows, and "heads" would need keys ``at``, which are left out."""
+    if not dense_is_legal(layer, nothing_else(a)) or a["at"] is not None or not isinstance(a["over"], str):
+        return False
+    rows, shapes = a["rows"], ((), (len(a["x"]),))
+    if rows is None:
+        return a["over"] == "queries"
+    ints_of = is_tensor(rows, torch.int32, torch.int64) and rows.dim() in (1, 2)
+    return ints_of and a["over"] in ("none", "queries") and tuple(rows.shape[:-1]) in shapes
+
+
+def maxima_are_legal(layer, a):
+    of = isinstance(a["of"], str) and a["of"] in ("scores", "products")
+    return of and dense_is_legal(layer, nothing_else(a))
+
+
+def nothing_else(a):
+    return dict.fromkeys(("context", "kv", "cu_seqlens")) | a
+
+
+def are_those_of_the_definition(method):
+    """Equal to the results of the same method in fp64."""
+
+    def right(layer, args, result):
+        if finite(args):
+            wide = copy.deepcopy(layer).double()
+            wide.backend = "reference"
+            expected = getattr(wide, method)(**args | {"x": args["x"].detach().double()})
+            torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
+
+    return right
+
+
+def maxima_of_heads_are_legal(layer, a):
+    maxima, bound = a["maxima"], a["bound"]
+    fits = is_tensor(maxima) and maxima.is_floating_point() and tuple(maxima.shape) == (H,)
+    return fits and is_number(bound)
+
+
+def are_factors_of_groups(layer, args, g):
+    """The factor of each head is that of the largest maximum in its group."""
+    if finite(args):
+        groups = getattr(layer, "num_kv_heads", H)
+        largest = args["maxima"].double().unflatten(0, (groups, -1)).amax(1).repeat_interleave(H // groups)
+        bound = float(args["bound"])
+        torch.testing.assert_close(g.double(), bound / largest.clamp(min=bound), rtol=1e-6, atol=1e-30)
+
+
 def keeps_its_shape(used, args, result):
     assert result is None or result.shape == args["x"].shape
 
@@ -232,6 +281,23 @@ def forwards():
             f"{name}.forward, packed",
             entry(layer, {"x": X[0], "cu_seqlens": ints(0, 1, 3)}, packed_is_legal),
         )
+        tokens = {"x": X, "positions": torch.arange(3)}
+        for method, more, legal in (
+            ("weights", {"over": "queries", "rows": None, "at": None}, weights_are_legal),
+            ("maxima", {"of": "scores"}, maxima_are_legal),
+        ):
+            yield f"{name}.{method}", Entry(
+                lambda layer, method=method, **a: getattr(layer, method)(**a),
+                lambda _, more=tokens | more: dict(more), legal, are_those_of_the_definition(method),
+                lambda layer=layer: layer, (*words, "lse"),
+            )  # fmt: skip
+        yield f"clip_, {name}", Entry(
+            lambda layer, **a: clip_(copy.deepcopy(layer), **a),
+            lambda _: {"maxima": torch.full((H,), 200.0), "bound": 100.0},
+            maxima_of_heads_are_legal,
+            are_factors_of_groups,
+            lambda layer=layer: layer,
+        )  # fmt: skip
     for name, layer in layers(rope=None, mask=FULL):
         yield f"{name}.forward, crossing", entry(layer, {"context": X[:, :2]}, crossing_is_legal)
         used, own = partial(Used, layer), {"kv": "its own"}

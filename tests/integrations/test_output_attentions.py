@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import CACHE, DECODERS
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSeq2SeqLM, DynamicCache
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.attention import attention_forward
@@ -64,6 +64,21 @@ def test_generated_tokens(family, cache):
             assert not any(layer[..., : -of.shape[-1]].any() for layer, of in zip(x, y, strict=True))
             x = tuple(layer[..., -of.shape[-1] :] for layer, of in zip(x, y, strict=True))
         rows_agree(x, y, mask.bool() if step == 0 else torch.ones(2, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
+@torch.no_grad()
+def test_steps_of_several_tokens_over_pages(family):
+    eager, ours = both(family)
+    ours = hf.absorb(ours) if hasattr(ours.config, "kv_lora_rank") else ours
+    ids = tokens(eager, 3, 12)
+    caches = DynamicCache(), hf.PagedCache(ours, pages=96, page_size=4, max_sequences=3)
+    for part in ids.split((5, 4, 3), 1):
+        theirs, mine = (
+            x(part, output_attentions=True, **{CACHE: cache}).attentions
+            for x, cache in zip((eager, ours), caches, strict=True)
+        )
+        rows_agree(mine, theirs, torch.ones_like(part).bool())
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])

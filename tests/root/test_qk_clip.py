@@ -167,9 +167,11 @@ REFUSED = {
     "parametrized": (lambda: parametrized(latent()), {}, ValueError, r"kv_b_proj: .*remove parametriz"),
     "maxima of a rank": (grouped, {"maxima": torch.ones(2)}, ValueError, r"maxima: expected \[h=4\], got"),
     "no tensor": (grouped, {"maxima": [1.0] * 4}, TypeError, r"maxima: expected a tensor, got list"),
-    "ints": (grouped, {"maxima": torch.ones(4).int()}, TypeError, r"maxima: expected a float tensor"),
-    "bound 0": (grouped, {"bound": 0}, ValueError, r"bound: expected a finite number above 0, got 0"),
-    "bound nan": (grouped, {"bound": float("nan")}, ValueError, r"bound: expected a finite number"),
+    "ints": (grouped, {"maxima": torch.ones(4).int()}, TypeError, r"maxima: expected fp16, bf16, fp32"),
+    "meta": (grouped, {"maxima": torch.ones(4, device="meta")}, ValueError, "maxima: expected device cpu"),
+    "bound 0": (grouped, {"bound": 0}, ValueError, r"bound: expected a finite fp32 number above 0, got 0"),
+    "bound nan": (grouped, {"bound": float("nan")}, ValueError, r"bound: expected a finite fp32 number"),
+    "bound of a huge int": (grouped, {"bound": 10**400}, ValueError, "bound: expected a finite fp32 number"),
     "bound of text": (grouped, {"bound": "100"}, TypeError, r"bound: expected a Python number, got str"),
 }
 
@@ -330,7 +332,7 @@ REFUSED_MODELS = {
     "no layer": (nn.Linear(2, 2), {}, ValueError, "model: expected a module with attention layers, got Lin"),
     "no module": ("model", {}, TypeError, "model: expected an nn.Module, got str"),
     "norms": (nn.ModuleList([grouped(qk_norm=True)]), {}, ValueError, r"0\.q_norm: expected None"),
-    "bound": (grouped(), {"bound": -1.0}, ValueError, "bound: expected a finite number above 0, got -1"),
+    "bound": (grouped(), {"bound": -1.0}, ValueError, "bound: expected a finite fp32 number above 0, got -1"),
     "mesh": (grouped(), {"mesh": 2}, TypeError, "mesh: expected a DeviceMesh or None, got int"),
 }
 

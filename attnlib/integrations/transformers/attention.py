@@ -139,7 +139,6 @@ def _as_eager(weights: Tensor, query: Tensor, key: Tensor, given: Options) -> Te
         weights = whole.scatter_add_(-1, at.clamp(max=t - 1).long().expand_as(weights), weights)[None]
     elif weights.dim() == 3:
         weights = weights.unflatten(1, (b, s)).transpose(0, 1)
-    weights = weights[..., max(0, weights.shape[-1] - t) :]
     return nn.functional.pad(weights, (0, t - weights.shape[-1])).to(query.dtype)
 
 
