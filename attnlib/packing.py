@@ -195,10 +195,10 @@ def tree(sequences: Sequence[Tensor | Sequence[int]]) -> Tree:
     rows, total = _rows_of_tree(own)
     if total > INT32:
         raise ValueError(f"sequences: expected at most {INT32} tokens in all branches, got {total}")
-    at = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
-    depths = torch.cat([at[:0], *(torch.arange(n) for n in lengths)])
+    at = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *rows])
+    depths = torch.cat([at[:0], *(torch.arange(n, device="cpu") for n in lengths)])
     lasts = torch.cat([at[:0], *((x[-1:] + 1).expand(len(x)) for x in rows)])
-    tokens, positions, ends = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
+    tokens, positions, ends = (torch.zeros(total, dtype=torch.int64, device="cpu") for _ in range(3))
     tokens[at], positions[at] = torch.cat([at[:0], *own]), depths
     ends.scatter_reduce_(0, at, lasts, "amax")
     results = (x.to(device) for x in (tokens, positions, ends.int()))
@@ -262,7 +262,7 @@ def _numbered(shared: list[int], owners: list[int], lengths: list[int]) -> tuple
         stack += [n for _, n in sorted(branches[n], reverse=True)]
     rows: list[Tensor] = []
     for n, (common, owner) in enumerate(zip(shared, owners, strict=True)):
-        own = torch.arange(starts[n], starts[n] + lengths[n] - common)
+        own = torch.arange(starts[n], starts[n] + lengths[n] - common, device="cpu")
         rows.append(torch.cat((rows[owner][:common], own)) if common else own)
     return rows, total
 

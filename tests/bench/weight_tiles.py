@@ -29,6 +29,7 @@ CANDIDATES = MappingProxyType(
             *(Tiles(64, 128, 3, 4, tma=True), Tiles(64, 64, 2, 4, tma=True), Tiles(128, 256, 2, 8, tma=True)),
         ),
         "mass": (
+            *(Tiles(64, 128, 4, 4, tma=True), Tiles(64, 128, 2, 4, tma=True), Tiles(32, 128, 2, 4, tma=True)),
             *(Tiles(64, 128, 2, 8, tma=True), Tiles(64, 64, 2, 4, tma=True), Tiles(64, 64, 3, 4, tma=True)),
             *(Tiles(128, 128, 2, 8, tma=True, registers=128), Tiles(128, 128, 2, 8, tma=True)),
             *(Tiles(64, 128, 3, 8, tma=True, registers=128), Tiles(64, 64, 2, 8, tma=True)),

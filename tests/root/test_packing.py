@@ -208,6 +208,13 @@ def test_a_tree_gives_its_sequences_back():
     assert all(made.positions[rows].tolist() == list(range(len(rows))) for rows in made.rows)
 
 
+def test_a_tree_ignores_the_default_device():
+    with torch.device("meta"):
+        merged = tree([[5, 6, 7], [5, 8]])
+    assert merged.tokens.tolist() == [5, 6, 7, 8]
+    assert merged.rows[1].tolist() == [0, 3]
+
+
 def test_long_sequences_share_a_long_prompt():
     prompt = torch.randint(0, 50_000, (9_000,))
     made = tree([torch.cat((prompt[: 9_000 - 100 * n], torch.full((1_000,), -n))) for n in range(20)])

@@ -23,6 +23,8 @@ WHOLE: tl.constexpr = tl.constexpr(2)  # all pairs are visible
 HEADER: tl.constexpr = tl.constexpr(4)  # length of a line's header: three counts, one unused
 EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles that a program classifies
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that list_tiles handles at a time
+# Of trees, whose states it computes: 128 at a time take 12.4 us (32k tokens, groups of 4, H200, 2026-11).
+TREE_CHUNK: tl.constexpr = tl.constexpr(512)
 
 
 class SparseTiles(NamedTuple):
@@ -176,11 +178,12 @@ def list_tiles(
     if TREE:
         own_bounds = bounds_of(of_sequence, columns, own_first, own_last, reach, OWN, GRAIN)
     line = lists_ptr + line_of(work, stride_list_b, stride_list_h, room, OWN, PACKED)
+    WIDTH: tl.constexpr = TREE_CHUNK if TREE else CHUNK
     before, cut, whole = 0, 0, 0
     for member in range(GROUP):
         states = of_sequence + (work.head * GROUP + member) * stride_state_h
-        for first in range(low // OTHER, tl.cdiv(high, OTHER), CHUNK):
-            n = first + tl.arange(0, CHUNK)
+        for first in range(low // OTHER, tl.cdiv(high, OTHER), WIDTH):
+            n = first + tl.arange(0, WIDTH)
             if TREE:
                 other_first = n * OTHER + (i0 if BY_KEYS else 0)
                 other_last = tl.minimum(other_first + OTHER, keys)
