@@ -24,12 +24,15 @@ from attnlib import (
     cached_attention,
     explain,
     mask_mod,
+    masks,
     score_mod,
+    sliding,
     varlen_attention_with_lse,
 )
 from attnlib.compat import sdpa
 
 ROWS, HEADS, BATCH = Replicate(), Shard(2), Shard(0)
+ENDS, DEPTHS = torch.tensor([7, 4, 4, 4, 7, 6, 7]), torch.tensor([0, 1, 2, 3, 1, 2, 2])  # of a tree
 PLACED = {  # of q, and of k and v
     "batch": ([BATCH], [BATCH]),
     "heads": ([HEADS], [HEADS]),
@@ -47,6 +50,11 @@ OPTIONS = {
         "mask": FULL,
         "key_starts": torch.arange(b).int(),
         "key_ends": torch.arange(5, 5 + b).int(),
+    },
+    "trees": lambda b, h: {
+        "mask": masks.until(ENDS.expand(b, -1), DEPTHS.expand(b, -1)) & sliding(3),
+        "alibi_slopes": torch.rand(b, h),
+        "sinks": torch.randn(h),
     },
     "dropout": lambda b, h: {"mask": CAUSAL, "dropout_p": 0.4, "dropout_seed": torch.tensor([7])},
     "functions": lambda b, h: {

@@ -25,7 +25,7 @@ from attnlib.packing import tree
 MADE = tree(EXAMPLE)
 TREE = masks.until(MADE.ends, MADE.positions)
 ZERO = torch.tensor(0)
-OTHERS = [EXAMPLE[:3], [[1], [1, 2, 2, 2, 2]], [[]]]
+OTHERS = [[[2], [1], [3, 1]], [[1], [1, 2, 2, 2, 2]], [[]]]
 
 
 def shown(mask, t):
@@ -50,6 +50,16 @@ def test_one_level_is_the_shared_prefix_of_attention_gym():
     theirs = (j <= i) & ((document[i] == document[j]) | (owner[document[i]] == document[j]))
     prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 10], [8, 9, 10, 11, 12]]
     assert torch.equal(shown(masks.until(tree(prompts).ends), 12), theirs)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: x[None]])
+def test_padding_sees_nothing_and_is_not_seen(form):
+    """Also between the tokens of a subtree."""
+    seen = ancestors(tree([[1, 2, 3], [1, 4]]))
+    rows = torch.tensor([0, 1, 3, 5])
+    padded = torch.zeros(7, 7, dtype=torch.bool)
+    padded[rows[:, None], rows] = seen
+    assert torch.equal(shown(masks.until(form(torch.tensor([6, 4, 0, 4, 0, 6, 0]))), 7), padded)
 
 
 @given(SEQUENCES)
@@ -164,7 +174,7 @@ def test_a_tree_and_a_window_alone_are_known():
     assert (TREE & sliding(3) & TREE).tree.reach == 2
     for other in (masks.dilated(2), CAUSAL.shift(-1), Mask(right=-1, prefix=2), ROWS_ONLY):
         both = TREE & sliding(3) & other
-        assert both.tree.is_alone is False
+        assert both.tree.is_alone is (TREE & other & sliding(3)).tree.is_alone is False
         assert (both & TREE).tree.is_alone is False
 
 

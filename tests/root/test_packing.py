@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tree_cases import EXAMPLE, SEQUENCES, by_dict
 
@@ -188,6 +188,7 @@ def test_what_is_no_jagged_tensor_is_refused():
 
 
 @given(SEQUENCES)
+@example([[0], [0, 1], [0, 0, 2], [0, 1, 2], [0, 2]])  # the last one leaves a token of the first
 def test_a_tree_holds_every_prefix_once(sequences):
     """In depth-first order, its branches as they first appear, whatever holds the tokens."""
     expected = by_dict(sequences)
