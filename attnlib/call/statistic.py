@@ -108,14 +108,12 @@ def _capacity(call: Call) -> int:
 
 
 def _width(call: Call) -> int:
-    """Return the number of columns of rows of P: the keys of a sequence, at most as many as the longest has.
+    """Return the number of columns of rows of P, which is the number of keys of a sequence.
 
-    For packed sequences without ``max_seqlen_k``, the longest sequence is read from the device.
+    For packed sequences it is ``max_seqlen_k``, or the longest length, which is read from the device.
     """
-    if call.kv is not None:
-        return int(call.kv.lengths.max()) if len(call.kv.lengths) else 0
-    if call.packing is None:
-        return call.k.shape[1]
+    if call.packing is None:  # over a cache, the call on its gathered keys has a width
+        return 0 if call.k is None else call.k.shape[1]
     given, offsets = call.packing.max_seqlen_k, call.packing.cu_seqlens_k
     if given is not None:
         return given

@@ -1,5 +1,7 @@
 """Statistics over caches, against a dense call of each sequence; and on DTensors, against the whole call."""
 
+from types import SimpleNamespace
+
 import decode_helpers
 import pytest
 import torch
@@ -110,6 +112,20 @@ def test_no_sequences_and_empty_ones():
         assert attention_weights(q, stored.view, lse, mask=CAUSAL, over="queries").shape == (b, 4, 0)
         maxima = attention_maxima(q, stored.view, mask=CAUSAL)
         assert torch.equal(maxima, torch.full((b, 4, 1), -torch.inf))
+
+
+def test_a_sharded_cache_is_refused():
+    """Its route says so; one that merely shares prefixes is read as a whole."""
+    view = store(LAYOUTS["grouped"], Sizes((5,), (), 4)).view
+    q = torch.randn(1, 1, 4, 8)
+    wanted = attention_maxima(q, view, mask=CAUSAL)
+    for partial in (False, True):
+        routed = view.with_route(SimpleNamespace(is_partial=partial))
+        if not partial:
+            assert torch.equal(attention_maxima(q, routed, mask=CAUSAL), wanted)
+            continue
+        with pytest.raises(NotImplementedError, match="kv: expected a cache that this device stores whole"):
+            attention_maxima(q, routed, mask=CAUSAL)
 
 
 def test_bounds_and_offsets_belong_to_the_view():

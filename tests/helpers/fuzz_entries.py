@@ -293,6 +293,28 @@ def recomputed_is_legal(a):
     return (needs | {"heads": rows is None and at is not None}).get(over, False)
 
 
+def recomputed_over_view(target):
+    taken = ("q", "mask", "scale", "softcap", "alibi_slopes", "backend")
+    given = {name: dense(None)[name] for name in taken}
+    return given | {
+        "k": target,
+        "lse": numbers(2, H, 3),
+        "over": "queries",
+        "rows": torch.tensor([[2], [-1]]),
+    }
+
+
+def recomputed_over_view_is_legal(a):
+    if not isinstance(a["k"], attnlib.KVView):
+        return recomputed_is_legal(a)
+    if isinstance(a["q"], Tensor) and a["q"].requires_grad:  # there is no gradient, so none is refused
+        a = a | {"q": a["q"].detach()}
+    given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in a.items()}
+    if not cached_is_legal(given | {"kv": a["k"], "sinks": None}):
+        return False
+    return recomputed_is_legal(given | {"k": numbers(2, 5, G, D)})
+
+
 # fp8 inputs
 
 
@@ -326,6 +348,14 @@ ATTENTION = {
     "attention_weights": function("attention_weights", recomputed, recomputed_is_legal),
     "attention_weights, heads": function("attention_weights", recomputed_heads, recomputed_is_legal),
     "attention_weights, packed": function("attention_weights", recomputed_packed, recomputed_is_legal),
+    "attention_weights, cached": Entry(
+        lambda target, **a: attnlib.attention_weights(**a),
+        recomputed_over_view,
+        lambda _, a: recomputed_over_view_is_legal(a),
+        cached_is_right(attnlib.attention_weights),
+        a_view,
+        ("q_descale",),
+    ),
     "attention_maxima": function("attention_maxima", largest, recomputed_is_legal),
     "attention": function("attention", dense, dense_is_legal),
     "attention, plain": function("attention", dense_plain, dense_is_legal),

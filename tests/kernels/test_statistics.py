@@ -3,7 +3,7 @@
 import pytest
 import torch
 from decode_helpers import Sizes, store
-from function_cases import MASK_NAMES, SCORE_NAMES, functions
+from function_cases import MASK_NAMES, SCORE_NAMES, functions, undefined
 from helpers import assert_close, make, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ from attnlib import (
     attention_with_lse,
     cached_attention_with_lse,
     mask_mod,
+    score_mod,
     sliding,
     varlen_attention_with_lse,
 )
@@ -170,6 +171,25 @@ def test_what_nobody_sees_is_never_read():
         torch.testing.assert_close(
             x.cpu(), wanted[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def test_any_lse_is_taken_and_inf_gives_no_probability():
+    q, k, lse = torch.randn(1, 19, 2, 16), torch.randn(1, 35, 2, 16), torch.randn(1, 2, 19)
+    lse[:, :, 3:7] = -torch.inf
+    assert_forms(q, k, lse, drawn(1, 19, 35), mask=FULL)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are hidden
+def test_scores_that_are_undefined_where_nobody_looks():
+    """NaN for hidden pairs, and for queries behind the last one, which a tile has."""
+    q, k, rate = torch.randn(2, 37, 4, 16), torch.randn(2, 37, 2, 16), torch.rand(2, 4)
+    options = {"mask": CAUSAL, "score": score_mod(undefined, rate)}
+    lse, asked = attention_with_lse(q, k, k, **options)[1], drawn(2, 37, 37)
+    naive = forms(q, k, lse, asked, backend="torch", **options)
+    given = {"mask": CAUSAL, "score": score_mod(undefined, rate.to(DEVICE))}
+    ours = forms(*(x.to(DEVICE) for x in (q, k, lse)), moved(asked), backend="triton", **given)
+    for name, x in ours.items():
+        torch.testing.assert_close(x.cpu(), naive[name], rtol=1e-4, atol=1e-4)
 
 
 def test_strides_do_not_matter():

@@ -7,10 +7,12 @@ from helpers import OPTIONS, make, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 from weight_helpers import WHOLE, all_scores, drawn, forms, oracle, probabilities, spans
 
 from attnlib import (
     CAUSAL,
+    FLOP_FORMULAS,
     FULL,
     attention_maxima,
     attention_weights,
@@ -230,6 +232,20 @@ def test_torch_compile(over):
         torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, lse), run(q, k, lse), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_flops_are_those_of_one_product():
+    q, k, lse = torch.randn(2, 9, 4, 8), torch.randn(2, 7, 2, 8), torch.zeros(2, 4, 9)
+    at = torch.zeros(2, 9, 3).int()
+    for more, pairs in (
+        ({"over": "queries"}, 2 * 9 * 7),
+        ({"over": "queries", "rows": torch.arange(5)}, 2 * 5 * 7),
+        ({"over": "none", "rows": torch.zeros(2, 5).int()}, 2 * 5 * 7),
+        ({"over": "heads", "at": at}, 2 * 9 * 3),
+    ):
+        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+            attention_weights(q, k, lse, mask=CAUSAL, **more)
+        assert counter.get_total_flops() == 2 * 4 * 8 * pairs
 
 
 def test_explain():
