@@ -57,6 +57,10 @@ class QKClip:
     torch.Size([4])
     """
 
+    layers: dict[str, Layer]
+    bound: float
+    mesh: "DeviceMesh | None"
+
     def __init__(self, model: nn.Module, *, bound: float = 100.0, mesh: "DeviceMesh | None" = None):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -127,15 +131,23 @@ class QKClip:
 
 
 class _Recorder(Interceptor):
-    """Runs calls, and keeps the largest product of each head in ``maxima`` ``[h]``."""
+    """Runs calls, and keeps the largest product of each head in ``maxima`` ``[h]``.
 
-    def __init__(self, name: str | None, maxima: Tensor, first: int = 0):
+    Calls have all heads of the layer, or begin at its head ``first``.
+    """
+
+    def __init__(self, name: str | None, maxima: Tensor, first: int | None = None):
         self.name, self.maxima, self.first = name, maxima, first
 
     def from_head(self, first: int) -> "_Recorder":
-        return _Recorder(self.name, self.maxima, self.first + first)
+        return _Recorder(self.name, self.maxima, (self.first or 0) + first)
 
     def answer(self, call: Call) -> tuple[Tensor, Tensor]:
+        heads, total = call.q.shape[-2], self.maxima.shape[0]
+        if self.first is None and heads != total:
+            raise ValueError(
+                f"q_proj: expected all {total} heads, or heads sharded by parallelize_module, got {heads}"
+            )
         with torch.no_grad():
             # Without dropout, which would draw a seed from torch's generator
             plain = call._replace(dropout=Dropout(), lse=False)
@@ -143,7 +155,7 @@ class _Recorder(Interceptor):
             if products.numel():
                 products = products.masked_fill(products.isnan(), -torch.inf)
                 largest = products.movedim(-2, 0).flatten(1).amax(1)
-                own = self.maxima.narrow(0, self.first, largest.shape[0])
+                own = self.maxima.narrow(0, self.first or 0, heads)
                 own.copy_(torch.maximum(own, largest.to(own.device)))
         return attend(call, self.name)
 
@@ -156,7 +168,7 @@ def _nothing_yet(layer: Layer) -> Tensor:
 
 
 def _query_weight(layer: Layer) -> Tensor:
-    return (layer.q_proj if getattr(layer, "q_lora_rank", None) is None else layer.q_b_proj).weight
+    return layer.query_projection.weight
 
 
 @kind

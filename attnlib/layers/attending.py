@@ -97,10 +97,15 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
     score = share.local_score(score)
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent
-    backend = layer.backend
-    if isinstance(backend, Interceptor):
-        backend = backend.from_head(share.first)
+    backend = runner_of(layer, share)
     return AttentionCall(mask, score, head, dropout_p, backend, layer.context_parallel, share, *sizes)
+
+
+def runner_of(layer: nn.Module, share: Share) -> Runner:
+    """Return what runs the attention calls of a layer; an interceptor is told this rank's first head."""
+    backend = layer.backend
+    is_part = isinstance(backend, Interceptor) and bool(share.shares)
+    return backend.from_head(share.first) if is_part else backend
 
 
 def _reads_head(function: AnyMask | ScoreFunction | None) -> bool:

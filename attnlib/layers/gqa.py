@@ -337,6 +337,11 @@ class GroupedQueryAttention(InspectedLayer):
         of_kv = tuple(name for name in ("k_proj", "v_proj") if getattr(self, name) is not None)
         return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, of_kv)
 
+    @property
+    def query_projection(self) -> nn.Module:
+        """The projection that computes the heads of q, q_proj."""
+        return self.q_proj
+
     def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
         """Return normalized, rotated queries ``[..., h, d]``.
 

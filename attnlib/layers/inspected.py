@@ -16,6 +16,7 @@ from ..kv import KVView
 from ..masks.band import AnyMask
 from ..rope.rope import Angles
 from ..weights import maxima_of, statistic_of
+from .context_parallel import ContextParallel
 from .inputs import Inputs
 from .shared_keys import Keys
 
@@ -23,6 +24,9 @@ from .shared_keys import Keys
 @kind
 class InspectedLayer(nn.Module):
     """The base of attention layers, with their methods :meth:`weights` and :meth:`maxima`."""
+
+    backend: str | None
+    context_parallel: ContextParallel | None
 
     def weights(
         self,

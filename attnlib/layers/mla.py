@@ -178,7 +178,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         return plan_of(mesh, self.num_heads, self.num_heads, columns)
 
     @property
-    def _query_projection(self) -> nn.Module:
+    def query_projection(self) -> nn.Module:
         """The projection that computes the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
 
@@ -213,7 +213,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         q_nope, q_rope = self.query(
             x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
         )
-        share = share_of(self._query_projection, self.num_heads, q_nope.shape[-2])
+        share = share_of(self.query_projection, self.num_heads, q_nope.shape[-2])
         attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
             form = self._allowed_form("absorbed", q_nope)
@@ -246,7 +246,7 @@ class MultiHeadLatentAttention(InspectedLayer):
 
         A temperature needs integer ``positions``.
         """
-        q = self._query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
+        q = self.query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
         q = q if self.temperature is None else self.temperature.scaled(q, positions)

@@ -344,6 +344,16 @@ def test_models_that_cannot_be_clipped_are_refused(name):
         QKClip(model, **options)
 
 
+def test_heads_that_are_sharded_by_hand_are_refused():
+    layer = grouped(1)
+    layer.q_proj.register_forward_hook(lambda module, args, out: out[..., :16])  # two heads of four
+    with (
+        pytest.raises(ValueError, match=r"q_proj: expected all 4 heads, or heads sharded by .* got 2"),
+        QKClip(layer).record(),
+    ):
+        layer(X)
+
+
 def test_a_step_without_a_record_is_refused():
     with pytest.raises(RuntimeError, match=r"step: expected calls of the model within `with record\(\):`"):
         QKClip(grouped()).step()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ...dispatch.run import Runner
 from ...functional import attention, cached_attention, varlen_attention
 from ...internal.padding import are_holed, edges_of
 from ...kv import KVLayout, KVView
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     cu_seq_lens_k: Tensor | None = None
     max_length_q: int | None = None
     max_length_k: int | None = None
+    backend: Runner = None  # of a replaced layer
 
 
 def attention_forward(
@@ -87,7 +89,8 @@ def attention_forward(
     check_arguments(kwargs)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
     taken = TakenStatistic() if kwargs.get("output_attentions") else None
-    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux, "backend": taken}
+    runner = given.backend if taken is None else taken
+    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux, "backend": runner}
     out = _attended(module, (query, key, value), attention_mask, dropout, given, options)
     return out, None if taken is None else refusing_gradients(_as_eager(taken.result, query, key, given), out)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...functional import cached_attention
 from ...kv import KVView
+from ...layers.inspected import TakenStatistic
 from ...layers.latent_forms import attend_expanded
 from ...masks.band import CAUSAL, AnyMask, Mask, sliding
 from ...masks.ready_made import mask_tensor
@@ -133,14 +134,14 @@ def attention_to_pages(
         out = cached_attention(q, view, **options)
     elif may_absorb(module, query, key.shape[2]):
         out = unabsorbed(module, cached_attention(absorbed(module, q), view, **options))
-    elif options["backend"] is not None:
+    elif isinstance(options["backend"], TakenStatistic):
         raise NotImplementedError(
             "output_attentions: expected pages of keys, or few queries over pages of latents, "
             f"which are absorbed, got {s} queries a row; use a DynamicCache"
         )
     else:
-        options = {name: options[name] for name in ("mask", "score", "scale")}
-        out = attend_expanded(q, view, partial(_keys, module), longest=key.shape[2], backend=None, **options)
+        options = {name: options[name] for name in ("mask", "score", "scale", "backend")}
+        out = attend_expanded(q, view, partial(_keys, module), longest=key.shape[2], **options)
     return out.unflatten(0, (b, s))
 
 

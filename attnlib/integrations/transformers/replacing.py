@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
+from ...layers.attending import runner_of
+from ...layers.tensor_parallel import share_of
 from ...masks.band import Mask
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import LongRoPEScaling
@@ -64,9 +66,11 @@ class ReplacedAttention(nn.Module):
             key, value = self._shared(shared)
         if shared is not None:
             shared[layer_type(self.config, self.layer_idx)] = key, value
+        query = self._query(hidden_states, angles, positions)
+        share = share_of(self.layer.query_projection, self.layer.num_heads, query.shape[1])
         out, _ = attention_forward(
             self,
-            self._query(hidden_states, angles, positions),
+            query,
             key,
             value,
             mask if attention_mask is None else attention_mask,
@@ -74,6 +78,7 @@ class ReplacedAttention(nn.Module):
             scaling=self.layer.scale,
             softcap=getattr(self.layer, "softcap", None),
             s_aux=getattr(self.layer, "sinks", None),
+            backend=runner_of(self.layer, share),
             **kwargs | {"is_causal": self.is_causal, "sliding_window": self.sliding_window},
         )
         if self.layer.gate is not None:
