@@ -134,6 +134,35 @@ def test_lists_of_packed_trees(form, name, small, by_keys, monkeypatch):
         compare(*found, is_exact=name == "no window" and tables.GRAIN == 16)
 
 
+def almost_seen(changed: dict[int, int], ending: int):
+    """A chain of 64 tokens that ends before its last rows, some ends of which are others."""
+    ends = torch.tensor([ending] * ending + [64] * (64 - ending))
+    for row, end in changed.items():
+        ends[row] = end
+    return ends[None].to(DEVICE)
+
+
+ALMOST = {
+    "the last row of a tile": ({}, 47, 0),
+    "padding among queries": ({40: 0}, 64, 0),
+    "padding in the second tile that queries touch": ({49: 0}, 64, 3),
+    "padding among keys": ({5: 0}, 64, 0),
+    "a leaf among keys": ({5: 6}, 64, 0),
+}
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("name", ALMOST)
+@pytest.mark.parametrize("small", SIZES[:1], indirect=True, ids=str)
+def test_a_row_that_does_not_see_a_key_makes_its_tile_partial(small, name, by_keys, monkeypatch):
+    changed, ending, skipped = ALMOST[name]
+    q, k = torch.randn(1, 64 - skipped, 2, 16), torch.randn(1, 64, 2, 16)
+    mask = masks.until(almost_seen(changed, ending))
+    found = both(Call(q, mask, k=k, v=k), small, monkeypatch, by_keys=by_keys)
+    compare(*found, is_exact=not changed)
+    assert sum(len(whole) for _, whole in found[0]) < 6 - bool(skipped)  # of all tiles before the diagonal
+
+
 def test_a_launch_does_not_depend_on_lengths():
     """The kernels that find tiles have no constants that change with the length or the window."""
     constants = []
