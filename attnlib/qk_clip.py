@@ -97,8 +97,8 @@ class QKClip:
     def step(self) -> dict[str, Tensor]:
         """Clip all layers in place, and return their maxima ``[h]`` since the last step, by path.
 
-        Call it after ``optimizer.step()``, on every rank. The maxima are those before clipping. Nothing is
-        read from the device.
+        Call it after ``optimizer.step()``, on every rank, while FSDP2's weights are sharded. The maxima are
+        those before clipping. Nothing is read from the device.
 
         Raises:
             RuntimeError: no call has been recorded yet.
