@@ -74,6 +74,7 @@ class QKClip:
             _check_layer(path, layer)
         self.layers, self.bound, self.mesh = found, bound, mesh
         self._maxima: dict[str, Tensor] = {}
+        self._sharded = [path for path, layer in found.items() if _is_sharded(layer)]
 
     @contextmanager
     @kind
@@ -101,10 +102,15 @@ class QKClip:
         read from the device.
 
         Raises:
-            RuntimeError: no call has been recorded yet.
+            RuntimeError: no call has been recorded yet, or FSDP2 holds whole weights, as after an evaluation.
         """
         if not self._maxima:
             raise RuntimeError("step: expected calls of the model within `with record():`, got none")
+        if whole := [path for path in self._sharded if not _is_sharded(self.layers[path])]:
+            raise RuntimeError(
+                f"step: expected sharded weights of {', '.join(whole)}, got whole ones, which FSDP2 will "
+                "drop; call step() right after optimizer.step(), or reshard() of the model before it"
+            )
         found = self._over_ranks()
         for path, layer in self.layers.items():
             clip_(layer, found[path], bound=self.bound)
@@ -165,6 +171,10 @@ def _nothing_yet(layer: Layer) -> Tensor:
     weight = _query_weight(layer)
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.full((layer.num_heads,), -torch.inf, dtype=wide, device=weight.device)
+
+
+def _is_sharded(layer: Layer) -> bool:
+    return hasattr(_query_weight(layer), "device_mesh")
 
 
 def _query_weight(layer: Layer) -> Tensor:

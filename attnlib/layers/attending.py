@@ -102,7 +102,7 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
 
 
 def runner_of(layer: nn.Module, share: Share) -> Runner:
-    """Return what runs the attention calls of a layer; an interceptor is told this rank's first head."""
+    """Return the backend of a layer; an interceptor counts heads from this rank's first one."""
     backend = layer.backend
     is_part = isinstance(backend, Interceptor) and bool(share.shares)
     return backend.from_head(share.first) if is_part else backend

@@ -1,5 +1,6 @@
 """Ranks that share tokens, sequences, heads or weights clip them as one process does that has everything."""
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -120,13 +121,29 @@ def train(run: Run) -> dict[str, Tensor]:
     return {name.removeprefix("module."): x.clone() for name, x in whole.items()}
 
 
+def whole_weights(mesh: DeviceMesh) -> str:
+    """What a step says after an evaluation, which leaves the weights of FSDP2's root whole."""
+    layers = fully_shard(model(), mesh=mesh)
+    qk_clip = QKClip(layers, bound=BOUND)
+    with torch.no_grad(), qk_clip.record():
+        layers(torch.ones(2, TOKENS, HIDDEN, dtype=torch.float64))
+    try:
+        qk_clip.step()
+    except RuntimeError as error:
+        layers.reshard()
+        qk_clip.step()
+        return str(error)
+    return "nothing"
+
+
 def work(rank: int, ranks: int, folder: str) -> None:
     """One process: what each case gives here."""
     torch.set_num_threads(1)
     init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     four = init_device_mesh("cpu", (ranks,))
     two = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "heads"))
-    torch.save({name: train(make(four, two)) for name, make in CASES.items()}, f"{folder}/{rank}")
+    results = {name: train(make(four, two)) for name, make in CASES.items()}
+    torch.save(results | {"whole weights": whole_weights(four)}, f"{folder}/{rank}")
     leave()
 
 
@@ -148,6 +165,11 @@ def test_every_rank_has_the_maxima_and_weights_of_one_process(processes, alone, 
         assert results[name].keys() == alone.keys()
         for key, x in results[name].items():
             torch.testing.assert_close(x, alone[key], rtol=1e-9, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
+
+
+def test_whole_weights_that_fsdp_would_drop_are_refused(processes):
+    for results in processes:
+        assert re.match(r"step: expected sharded weights of 0, 1, 2, got whole", results["whole weights"])
 
 
 def test_some_heads_are_clipped_and_others_not(alone):
