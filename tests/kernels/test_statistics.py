@@ -157,13 +157,14 @@ def test_packed_sequences(lengths, by_function):
 
 
 def test_what_nobody_sees_is_never_read():
-    q, k = torch.randn(2, 39, 4, 16), torch.randn(2, 37, 2, 16)
+    """Also in blocks of keys whose visible part is seen by whole tiles of queries."""
+    q, k = torch.randn(2, 99, 4, 16), torch.randn(2, 97, 2, 16)
     options = {
         "mask": CAUSAL,
         "key_starts": torch.tensor([1, 0]).int(),
-        "key_ends": torch.tensor([37, 20]).int(),
+        "key_ends": torch.tensor([97, 20]).int(),
     }
-    lse, asked = attention_with_lse(q, k, k, **options)[1], drawn(2, 39, 37)
+    lse, asked = attention_with_lse(q, k, k, **options)[1], drawn(2, 99, 97)
     wanted = forms(q, k, lse, asked, **options)
     q[:, :2] = k[0, 0] = k[1, 20:] = torch.nan
     ours = forms(*(x.to(DEVICE) for x in (q, k, lse)), moved(asked), backend="triton", **moved(options))
@@ -180,13 +181,14 @@ def test_any_lse_is_taken_and_inf_gives_no_probability():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are hidden
-def test_scores_that_are_undefined_where_nobody_looks():
-    """NaN for hidden pairs, and for queries behind the last one, which a tile has."""
+@pytest.mark.parametrize("function", [undefined, lambda score, b, h, i, j, rate: score + (37 - i).log()])
+def test_scores_that_are_undefined_where_nobody_looks(function):
+    """NaN for hidden pairs, or for queries behind the last one, which a tile has."""
     q, k, rate = torch.randn(2, 37, 4, 16), torch.randn(2, 37, 2, 16), torch.rand(2, 4)
-    options = {"mask": CAUSAL, "score": score_mod(undefined, rate)}
+    options = {"mask": CAUSAL, "score": score_mod(function, rate)}
     lse, asked = attention_with_lse(q, k, k, **options)[1], drawn(2, 37, 37)
     naive = forms(q, k, lse, asked, backend="torch", **options)
-    given = {"mask": CAUSAL, "score": score_mod(undefined, rate.to(DEVICE))}
+    given = {"mask": CAUSAL, "score": score_mod(function, rate.to(DEVICE))}
     ours = forms(*(x.to(DEVICE) for x in (q, k, lse)), moved(asked), backend="triton", **given)
     for name, x in ours.items():
         torch.testing.assert_close(x.cpu(), naive[name], rtol=1e-4, atol=1e-4)

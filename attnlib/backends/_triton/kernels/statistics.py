@@ -27,11 +27,11 @@ def gathered_tile(x, place, rows, stride, valid, channels):
     ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
     at = tl.where(valid, rows, 0).to(tl.int64) * stride
     main = load_columns(ptr, at, valid, channels.ALL, channels.MAIN, True)
-    if channels.TAIL:
-        tail = load_columns(ptr + channels.MAIN, at, valid, channels.ALL - channels.MAIN, channels.TAIL, True)
-    else:
-        tail = main
-    return ChannelBlocks(main, tail)
+    rest: tl.constexpr = channels.ALL - channels.MAIN
+    return ChannelBlocks(
+        main,
+        load_columns(ptr + channels.MAIN, at, valid, rest, channels.TAIL, True) if channels.TAIL else main,
+    )
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -60,9 +60,11 @@ def maxima(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    slope = (
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    )
     modifiers = Modifiers(scale, softcap, slope)
     of_q, of_k = TilePlace(work.plane, work.row, head), TilePlace(work.plane, work.other, head // group)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
@@ -140,9 +142,11 @@ def mass(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    slope = (
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    )
     modifiers = Modifiers(scale, softcap, slope)
     of_k, of_q = TilePlace(work.plane, work.row, head // group), TilePlace(work.plane, work.other, head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, q_desc, q_tail_desc)
@@ -227,9 +231,11 @@ def row_weights(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    slope = (
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    )
     modifiers = Modifiers(scale, softcap, slope)
     of_k, of_q = TilePlace(work.plane, work.row, head // group), TilePlace(work.plane, work.other, head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh)
