@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .internal.checks import INT32, are_checks_on, is_recorded, is_strided, refuse_tensor
 from .internal.padding import are_holed, edges_of
-from .internal.signatures import kind
+from .internal.signatures import kind, leading_to
 
 
 @kind
@@ -144,6 +144,7 @@ def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long())
 
 
+@leading_to("packing.tree(sequences) makes it")
 class Tree(NamedTuple):
     """Sequences merged by their common prefixes, in depth-first order; :func:`tree` makes one.
 
@@ -226,10 +227,8 @@ def _sequence(name: str, x: Tensor | Sequence[int]) -> Tensor:
 def _rows_of_tree(sequences: list[Tensor]) -> tuple[list[Tensor], int]:
     """Return the row of each token of each sequence in the tree of all sequences, and the number of rows."""
     known: list[int] = []  # the sequences so far, sorted by their tokens
-    shared, owners = (
-        [],
-        [],
-    )  # for each sequence: how many tokens it shares, and the sequence that owns the last
+    # For each sequence: how many tokens it shares, and the sequence that owns the last of these.
+    shared, owners = [], []
     for n, x in enumerate(sequences):
         low, high, best = 0, len(known), (0, -1)
         while low < high:  # both neighbours in the sorted list are compared, one of which shares the most
