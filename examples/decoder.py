@@ -47,7 +47,7 @@ class Block(nn.Module):
         kv: LayerCache | None,
         angles: Angles | None,
         cu_seqlens: Tensor | None,
-        mask: MaskFunction | None,
+        mask: MaskFunction | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x)
         x = x + self.attention(normed, kv=kv, angles=angles, cu_seqlens=cu_seqlens, mask=mask)
