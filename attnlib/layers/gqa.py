@@ -19,7 +19,7 @@ from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
-from .inspected import maxima, weights
+from .inspected import InspectedLayer
 from .padding import without_padding
 from .parameters import (
     biased,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 
 
 @kind
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(InspectedLayer):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
     Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks; a gate
@@ -313,8 +313,6 @@ class GroupedQueryAttention(nn.Module):
             out = attention.over_tokens(q, k, v, given)
         out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
-
-    weights, maxima = weights, maxima
 
     def extra_repr(self) -> str:
         return described(self, "num_heads", "num_kv_heads", "head_dim")

@@ -11,102 +11,113 @@ from ..call.call import Call, Dropout
 from ..call.statistic import Statistic
 from ..dispatch.run import Interceptor, attend, zeros
 from ..dispatch.statistics import compute
+from ..internal.signatures import kind
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..rope.rope import Angles
 from ..weights import maxima_of, statistic_of
+from .context_parallel import ContextParallel
 from .inputs import Inputs
 from .shared_keys import Keys
 
 
-def weights(
-    self: nn.Module,
-    x: Tensor,
-    *,
-    over: str,
-    rows: Tensor | None = None,
-    at: Tensor | None = None,
-    context: Tensor | KVView | None = None,
-    kv: LayerCache | None = None,
-    keys: Keys | None = None,
-    positions: Tensor | None = None,
-    angles: Angles | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_context: Tensor | None = None,
-    key_starts: Tensor | None = None,
-    key_ends: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    mask: AnyMask | None = None,
-) -> Tensor:
-    """Return the attention probabilities of a call of this layer: some rows, sums or means.
+@kind
+class InspectedLayer(nn.Module):
+    """The base of attention layers, with their methods :meth:`weights` and :meth:`maxima`."""
 
-    ``over``, ``rows``, ``at`` and the result are those of :func:`attnlib.attention_weights`; all other
-    arguments are those of the layer's forward. The probabilities are those before dropout. If the layer
-    has sinks, rows sum to less than 1. Over a cache step, the tokens of x are written; calling the layer
-    afterwards writes the same tokens again. Under tensor parallelism, the result has this rank's heads,
-    and ``over="heads"`` is the mean over them.
+    backend: str | None
+    context_parallel: ContextParallel | None
 
-    Raises:
-        ValueError: an argument does not fit, or the layer has ``context_parallel``.
+    def weights(
+        self,
+        x: Tensor,
+        *,
+        over: str,
+        rows: Tensor | None = None,
+        at: Tensor | None = None,
+        context: Tensor | KVView | None = None,
+        kv: LayerCache | None = None,
+        keys: Keys | None = None,
+        positions: Tensor | None = None,
+        angles: Angles | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        key_starts: Tensor | None = None,
+        key_ends: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mask: AnyMask | None = None,
+    ) -> Tensor:
+        """Return the attention probabilities of a call of this layer: some rows, sums or means.
 
-    >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
-    >>> x = torch.randn(2, 9, 512)
-    >>> layer.weights(x, over="none", rows=torch.tensor([0, 8])).shape
-    torch.Size([2, 8, 2, 9])
-    """
-    statistic = statistic_of(over, rows, at)
-    packing = cu_seqlens, cu_seqlens_context
-    given = Inputs(context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask)
-    return _taken(self, statistic, x, given)
+        ``over``, ``rows``, ``at`` and the result are those of :func:`attnlib.attention_weights`; all other
+        arguments are those of the layer's forward. The probabilities are those before dropout. If the layer
+        has sinks, rows sum to less than 1. Over a cache step, the tokens of x are written; calling the layer
+        afterwards writes the same tokens again. Under tensor parallelism, the result has this rank's heads,
+        and ``over="heads"`` is the mean over them.
 
+        Raises:
+            ValueError: an argument does not fit, or the layer has ``context_parallel``.
 
-def maxima(
-    self: nn.Module,
-    x: Tensor,
-    *,
-    of: str = "scores",
-    context: Tensor | KVView | None = None,
-    kv: LayerCache | None = None,
-    keys: Keys | None = None,
-    positions: Tensor | None = None,
-    angles: Angles | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_context: Tensor | None = None,
-    key_starts: Tensor | None = None,
-    key_ends: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    mask: AnyMask | None = None,
-) -> Tensor:
-    """Return the largest score of each query in a call, ``[b, h, s]``, or packed ``[h, s]``.
-
-    ``of`` and the result are those of :func:`attnlib.attention_maxima`; all other arguments are those of
-    the layer's forward. Cache steps and tensor parallelism are as in :meth:`weights`.
-
-    Raises:
-        ValueError: an argument does not fit, or the layer has ``context_parallel``.
-    """
-    statistic = maxima_of(of)
-    packing = cu_seqlens, cu_seqlens_context
-    given = Inputs(context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask)
-    return _taken(self, statistic, x, given)
-
-
-@torch.no_grad()
-def _taken(layer: nn.Module, statistic: Statistic, x: Tensor, given: Inputs) -> Tensor:
-    """Call a copy of a layer in which an interceptor answers the attention call."""
-    if layer.context_parallel is not None:
-        raise ValueError(
-            "context_parallel: expected None, as a rank has only some of the keys; set "
-            "layer.context_parallel = None, and pass whole sequences"
+        >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
+        >>> x = torch.randn(2, 9, 512)
+        >>> layer.weights(x, over="none", rows=torch.tensor([0, 8])).shape
+        torch.Size([2, 8, 2, 9])
+        """
+        statistic = statistic_of(over, rows, at)
+        packing = cu_seqlens, cu_seqlens_context
+        given = Inputs(
+            context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
         )
-    layer = copy(layer)
-    layer.backend, layer.dropout_p = TakenStatistic(layer.backend, statistic), 0.0
-    if given.is_stored and hasattr(layer, "form"):
-        layer.form = "absorbed"  # the expanded form makes several calls over a cache
-    inputs = given._asdict()
-    del inputs["context_parallel"]  # an option of the layer
-    layer(x, **inputs)
-    return layer.backend.result
+        return self._taken(statistic, x, given)
+
+    def maxima(
+        self,
+        x: Tensor,
+        *,
+        of: str = "scores",
+        context: Tensor | KVView | None = None,
+        kv: LayerCache | None = None,
+        keys: Keys | None = None,
+        positions: Tensor | None = None,
+        angles: Angles | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        key_starts: Tensor | None = None,
+        key_ends: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mask: AnyMask | None = None,
+    ) -> Tensor:
+        """Return the largest score of each query in a call, ``[b, h, s]``, or packed ``[h, s]``.
+
+        ``of`` and the result are those of :func:`attnlib.attention_maxima`; all other arguments are those of
+        the layer's forward. Cache steps and tensor parallelism are as in :meth:`weights`.
+
+        Raises:
+            ValueError: an argument does not fit, or the layer has ``context_parallel``.
+        """
+        statistic = maxima_of(of)
+        packing = cu_seqlens, cu_seqlens_context
+        given = Inputs(
+            context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
+        )
+        return self._taken(statistic, x, given)
+
+    @torch.no_grad()
+    def _taken(self, statistic: Statistic, x: Tensor, given: Inputs) -> Tensor:
+        """Call a copy of this layer in which an interceptor answers the attention call."""
+        if self.context_parallel is not None:
+            raise ValueError(
+                "context_parallel: expected None, as a rank has only some of the keys; set "
+                "layer.context_parallel = None, and pass whole sequences"
+            )
+        layer = copy(self)
+        layer.backend, layer.dropout_p = TakenStatistic(self.backend, statistic), 0.0
+        if given.is_stored and hasattr(layer, "form"):
+            layer.form = "absorbed"  # the expanded form makes several calls over a cache
+        inputs = given._asdict()
+        del inputs["context_parallel"]  # an option of the layer
+        layer(x, **inputs)
+        return layer.backend.result
 
 
 class TakenStatistic(Interceptor):

@@ -22,7 +22,7 @@ from .attending import AttentionCall, attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
-from .inspected import maxima, weights
+from .inspected import InspectedLayer
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
 from .padding import without_padding
 from .parameters import check_counts, described, not_none, reset_children
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 
 
 @kind
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(InspectedLayer):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameter names.
 
     A cache stores ``kv_lora_rank + qk_rope_head_dim`` values per token: a latent, and a rotary key that all
@@ -227,8 +227,6 @@ class MultiHeadLatentAttention(nn.Module):
             out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
         out = out if self.gate is None else self.gate.apply(out, self.g_proj(x))
         return self.o_proj(out.flatten(-2))
-
-    weights, maxima = weights, maxima
 
     def extra_repr(self) -> str:
         return described(
