@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one step needs: rows of the model's input, bytes kept for the backward, and seconds."""
+    """The cost of a step: rows of the model's input, bytes kept for the backward, and seconds."""
 
     tokens: int
     kept: int

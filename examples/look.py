@@ -29,7 +29,7 @@ WIDE = 8  # heads in a row of a picture
 
 
 class Look(NamedTuple):
-    """What a layer looked at: weights ``[h, t, t]``; mass of keys and largest scores, ``[h, t]``."""
+    """The attention of a layer: weights ``[h, t, t]``; mass of keys and largest scores, ``[h, t]``."""
 
     weights: Tensor
     mass: Tensor

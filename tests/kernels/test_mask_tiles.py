@@ -31,16 +31,6 @@ def _here():
         yield
 
 
-@pytest.fixture
-def small(request, monkeypatch):
-    """Tiles so small that a short call has many."""
-    block_m, block_n, grain = request.param
-    monkeypatch.setattr(tables, "GRAIN", grain)
-    for name in ("forward", "backward_keys", "backward_queries"):
-        monkeypatch.setattr(tables, name, lambda case, *, keys: LaunchConfig(block_m, block_n, 1, 4))
-    return block_m, block_n
-
-
 def lines(call: Call, block_m: int, block_n: int, *, by_keys: bool):
     """The lists of a call ``[b, h, blocks, numbers]``, or packed ``[h, blocks, numbers]``, and how many
     entries fit.

@@ -32,16 +32,6 @@ def _here():
         yield
 
 
-@pytest.fixture
-def small(request, monkeypatch):
-    """Tiles so small that a short call has many."""
-    block_m, block_n, grain = request.param
-    monkeypatch.setattr(tables, "GRAIN", grain)
-    for name in ("forward", "backward_keys", "backward_queries"):
-        monkeypatch.setattr(tables, name, lambda case, *, keys: LaunchConfig(block_m, block_n, 1, 4))
-    return block_m, block_n
-
-
 def random_trees(count: int, seed: int):
     """Ends and positions of some trees of up to 100 tokens or so, with padding."""
     numbers = random.Random(seed)

@@ -38,6 +38,7 @@ class RegisteredFunctions:
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
         self.reasons: dict[type, str | None] = {}  # why a model class is refused
+        self.without_trees: dict[type, str | None] = {}  # why a model class cannot compute a tree
         self.flags: OfConfigs[set[bool]] = {}  # values of ``is_causal`` in the layers so far
         self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
@@ -60,7 +61,7 @@ class RegisteredFunctions:
         meaning = masks.meaning_of(named.get("mask_function", masks.causal_mask_function))
         is_row = named["q_length"] == 1
         if (tree := trees.tree_of(back)) is not None:
-            return trees.mask_of(tree, named, [trees.why_refused(kind) for kind in kinds])
+            return trees.mask_of(tree, named, self._reasons_against_trees(kinds))
         if isinstance(back, HandedMask) and back.numbers is not None:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
@@ -156,6 +157,13 @@ class RegisteredFunctions:
                 f'{self.reasons[kinds[0]]}; use "eager", or select it only for parts of a model, such as '
                 f'attn_implementation={{"text_config": "attnlib"}}'
             )
+
+    def _reasons_against_trees(self, kinds: list[type[PreTrainedModel]]) -> list[str | None]:
+        """Return why each of these model classes cannot compute a tree; its source is read once."""
+        for kind in kinds:
+            if kind not in self.without_trees:
+                self.without_trees[kind] = trees.why_refused(kind)
+        return [self.without_trees[kind] for kind in kinds]
 
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
         """Return a mask without padding: None, if it can only mean ``meaning`` (such as "causal") here.
