@@ -185,21 +185,26 @@ BACKWARD_QUERIES_WIDE = ((WIDEST, LaunchConfig(64, 16, 2, 8, tma=True)),)
 
 
 # The largest scores of queries: q stays, and keys pass by. Two programs fit on an SM of a Hopper GPU, so that
-# one multiplies while the other finds maxima. Time relative to the forward (16 heads d128, causal, 8k, H200):
-#   entry  3 stages  4 warps, 3 stages  128 x 64, 4 stages  64 x 128, 4 warps, 3 stages  128 x 256
-#    0.50      0.61               0.68                0.58                         0.55       0.76
+# one multiplies while the other finds maxima. Time relative to the forward (16 heads, causal, 8k, H200; OOM: too
+# little shared memory), by tiles, stages and warps:
+#         128 x 128, 2, 8  128 x 128, 3, 8  128 x 64, 4, 8  64 x 128, 3, 4  64 x 64, 2, 4  128 x 256, 2, 8
+#   d64              0.66             0.62            0.48            0.62           0.59             0.63
+#   d128             0.52             0.60            0.55            0.56           0.59             0.67
+#   d256             0.63              OOM            0.56            0.61           0.68              OOM
 MAXIMA = (
+    (64, LaunchConfig(128, 64, 4, 8, tma=True)),
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
-    (256, LaunchConfig(64, 64, 2, 4, tma=True)),
+    (256, LaunchConfig(128, 64, 4, 8, tma=True)),
 )
 MAXIMA_WIDE = ((WIDEST, LaunchConfig(64, 32, 2, 8, tma=True)),)
-# The mass of keys: k stays, and queries pass by; else as above. Milliseconds, where the forward takes 0.37 to
-# 0.41:
-#   entry  8 warps, 2 stages  8 warps, 3 stages  64 x 64, 3 stages  128 x 64, 3 stages  128 x 128, 8 warps
-#    0.30               0.37               0.46               0.36                0.48                0.48
+# The mass of keys: k stays, and queries pass by; else as above.
+#         64 x 128, 4, 4  64 x 128, 2, 4  32 x 128, 2, 4  64 x 128, 2, 8  64 x 64, 2, 4  128 x 128, 2, 8
+#   d64             0.90            0.84            0.97            0.99           1.05             1.33
+#   d128            0.74            0.90            0.85            0.85           0.89             1.16
+#   d256            0.75            0.82            0.78            0.83           0.81             0.82
 MASS = (
-    (128, LaunchConfig(64, 128, 4, 4, tma=True)),
-    (256, LaunchConfig(64, 64, 2, 8, tma=True)),
+    (64, LaunchConfig(64, 128, 2, 4, tma=True)),
+    (256, LaunchConfig(64, 128, 4, 4, tma=True)),
 )
 MASS_WIDE = ((WIDEST, LaunchConfig(32, 64, 2, 8, tma=True)),)
 STATISTICS_SMALL = (

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import query_range
-from ...mask_tiles import sparse_tiles_of
+from ...mask_tiles import sparse_tiles_of, tile_and_member
 from ..primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # keys per tile
@@ -81,7 +81,7 @@ class Job(NamedTuple):
     ``ahead``: index of the sequence's first query, relative to its first key.
     ``low``, ``high``: queries ``[low, high)`` see some of the keys.
     ``first``, ``first_dq``: first query of a head's first tile, and index of that tile's sums of dq.
-    ``tiles``: query tiles per head; with a sparse list, the most that a head can have.
+    ``tiles``: query tiles per head; not used with a sparse list.
     ``steps``: query tiles of all heads that share the KV head.
     ``cut``: with a sparse list, the number of leading steps whose tiles are partial.
     """
@@ -173,7 +173,7 @@ def job_of(work, band, call, sizes):
         left = sparse_tiles_of(
             call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED
         )
-        steps, cut, entries_ptr, tiles = left.cut + left.whole, left.cut, left.first, call.room // call.group
+        steps, cut, entries_ptr = left.cut + left.whole, left.cut, left.first
     return Job(
         work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead,
         low, high, first * sizes.BLOCK_M, first_dq, tiles, steps, cut, entries_ptr,
@@ -187,8 +187,7 @@ def sparse_step(number, job, call):
     ``dq_before`` is set to the step's own tile, because consumers that take sparse lists do not use it.
     """
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
-    found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
-    member, tile = found // job.tiles, found % job.tiles
+    tile, member = tile_and_member(gl.load(job.entries_ptr + at, mask=number < job.steps, other=0))
     dq = job.first_dq + member * call.dq_tiles + tile
     return QueryStep(tile, job.kv_head * call.group + member, dq, dq, number)
 

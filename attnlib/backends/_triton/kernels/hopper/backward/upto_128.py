@@ -49,6 +49,7 @@ from .shared import (
     first_step,
     full_queries,
     next_step,
+    sparse_step,
     spread,
     start_of,
     wait_for_keys,
@@ -74,13 +75,35 @@ class Now(NamedTuple):
 
     ``slot``, ``phase``: ring slot of the query tile, and phase of the slot's mbarriers.
     ``parity``: slot, 0 or 1, of the gradient of scores ``ds``.
+    ``number``: number of the step.
     ``masked``: the query tile needs a mask.
     """
 
+    number: gl.tensor
     slot: gl.tensor
     phase: gl.tensor
     parity: gl.tensor
     masked: gl.tensor
+
+
+@gluon.jit
+def read_step(step, now, job, call, sizes):
+    """Return the step of a consumer; with a sparse list, read its entry.
+
+    Consumers read an entry only where they need it, which is in few steps: each read delays a step.
+    """
+    if sizes.SPARSE:
+        return sparse_step(now.number, job, call)
+    else:
+        return step
+
+
+@gluon.jit
+def pairs_of(step, number: gl.constexpr, job, sizes, SCORES: gl.constexpr):
+    """Return the indices of the pairs in the tile of scores of a consumer's keys."""
+    i = job.ahead + start_of(step, job, sizes) + gl.arange(0, sizes.BLOCK_M, gl.SliceLayout(0, SCORES))
+    j = job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    return PairIndices(job.sequence.to(gl.int32), step.head.to(gl.int32), i[None, :], j[:, None], job.ahead)
 
 
 @gluon.jit
@@ -93,35 +116,37 @@ def advance(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES)
-    slot, m0 = now.slot, start_of(step, job, sizes)
+    slot = now.slot
     q, dout = shared.q.index(slot), shared.dout.index(slot)
     if now.masked:
+        m0 = start_of(read_step(step, now, job, call, sizes), job, sizes)
         clear_queries(m0, anew(slot), now.phase, job, shared, sizes)
-    s = warpgroup_mma(shared.k.index(number), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(shared.k.index(anew(number)), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse2 = spread(shared.lse.index(slot), zero)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(shared.dout_full.index(slot), now.phase)
-    i = (job.ahead + m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
-    j = (job.start + number * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
-    slope = None
+    place, slope, i, j = None, None, None, None
+    if SCORE is not None or call.slopes_ptr is not None:
+        place = pairs_of(read_step(step, now, job, call, sizes), number, job, sizes, SCORES)
+        i, j = place.i + band.offset, place.j
     if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, place.h, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
-    s, derivative = modify(s, modifiers, i + band.offset, j)
-    place = PairIndices(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
+    s, derivative = modify(s, modifiers, i, j)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
-        seen = visible(i, j, band)
+        at = pairs_of(read_step(step, now, job, call, sizes), number, job, sizes, SCORES)
+        seen = visible(at.i, at.j, band)
         if SCORE is not None:  # hides queries past the last, whose scores may be anything
-            seen = seen & (i < job.rows)
+            seen = seen & (at.i < job.rows)
         if MASK is not None:
-            seen = seen & MASK(place.b, place.h, i, j, place.first, call.mask_tensors)
+            seen = seen & MASK(at.b, at.h, at.i, at.j, at.first, call.mask_tensors)
         p = opaque(gl.where(seen, p, 0.0))
     p16 = halves_of(p, dout)
     p_as_factor = gl.convert_layout(p16, P)
     dp = spread(shared.delta.index(slot), zero)
-    dp = warpgroup_mma(shared.v.index(number), dout.permute((1, 0)), dp, is_async=True)
+    dp = warpgroup_mma(shared.v.index(anew(number)), dout.permute((1, 0)), dp, is_async=True)
     dv = warpgroup_mma(p_as_factor, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     p = floats_of(p16)
@@ -156,18 +181,19 @@ def consume_upto_128(
     wait_for_keys(job, band, shared, sizes)
     step = first_step(job, call, sizes)
     for n in range(job.steps):
-        i0 = job.ahead + start_of(step, job, sizes)
         if sizes.SPARSE:
             masked = (n < job.cut) | ends
         else:
+            i0 = job.ahead + start_of(step, job, sizes)
             masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
-        now = Now(n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, masked)
+        now = Now(n, n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, masked)
         mbarrier.wait(shared.q_full.index(now.slot), now.phase)
         sums = advance(
             sums, number, step, now, job, band, call, shared, sizes,
             MASK, SCORE, DERIVATIVE,
         )  # fmt: skip
-        step = next_step(step, job, call, sizes)
+        if not sizes.SPARSE:
+            step = next_step(step, job, call, sizes)
     for parity in gl.static_range(2):  # wait until the third warpgroup no longer reads these keys
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
     put(
