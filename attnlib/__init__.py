@@ -65,8 +65,9 @@ from .layers import (
     MultiQueryAttention,
     shared_angles,
 )
-from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
+from .masks.band import CAUSAL, FULL, Mask, sliding
 from .masks.function import MaskFunction
+from .masks.recognition import mask_mod
 from .merge import merge_states
 from .rope.axes import Axes
 from .rope.mrope import mrope_positions

@@ -1,8 +1,8 @@
 """Attention masks: bands of visible keys, masks written as Python functions, and ready-made masks.
 
 ``band.py`` holds the masks that kernels compute from three integers. ``function.py`` combines a band with a
-function of token indices. ``trees.py`` has the mask of a tree of sequences. Add new masks to
-``ready_made.py``.
+function of token indices, in which ``recognition.py`` finds bands. ``trees.py`` has the mask of a tree of
+sequences. Add new masks to ``ready_made.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from .band import FULL as FULL
 from .band import NOTHING as NOTHING
 from .band import AnyMask as AnyMask
 from .band import Mask as Mask
-from .band import mask_mod as mask_mod
 from .band import refuse_mask as refuse_mask
 from .band import sliding as sliding
 from .function import MaskFunction as MaskFunction
@@ -32,6 +31,7 @@ from .ready_made import (
     seqused,
     tree,
 )
+from .recognition import mask_mod as mask_mod
 from .trees import until
 
 __all__ = [

@@ -1,16 +1,15 @@
 """Band masks: a band of visible keys around each query, plus a prefix that every query sees."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..internal.checks import INT32
 from ..internal.signatures import kind
 from ..tracing.program import INDICES, Operand, Program, Steps, Value, constant
-from ..tracing.trace import FirstQuery
-from .function import EVERYWHERE, MaskFunction, RetainedKeys, function_of
+from .function import EVERYWHERE, MaskFunction, RetainedKeys
 
 
 @kind
@@ -77,7 +76,7 @@ class Mask:
         return self.as_function() & other if met is None else met
 
     def __or__(self, other: "AnyMask") -> "AnyMask":
-        joined = self._join(other) if isinstance(other, Mask) else None
+        joined = self.join(other) if isinstance(other, Mask) else None
         return self.as_function() | other if joined is None else joined
 
     def __invert__(self) -> "AnyMask":
@@ -90,6 +89,12 @@ class Mask:
     @property
     def band(self) -> "Mask":
         """The mask itself, so that code can read ``.band`` of a Mask as well as of a MaskFunction."""
+        return self
+
+    def block_mask(
+        self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None
+    ) -> "Mask":
+        """Return the mask itself: kernels compute a band without precomputed tiles, unlike a MaskFunction."""
         return self
 
     def as_function(self) -> MaskFunction:
@@ -109,7 +114,7 @@ class Mask:
                 return Mask(None, x.right, x.prefix if y.right is None else min(x.prefix, y.prefix))
         return None
 
-    def _join(self, other: "Mask") -> "Mask | None":
+    def join(self, other: "Mask") -> "Mask | None":
         """Return the union of two masks, or None if it is not a band."""
         if self._is_empty or other._is_empty:
             return other if self._is_empty else self
@@ -296,38 +301,6 @@ def refuse_mask(mask: object) -> NoReturn:
         remedy = "; wrap a function of b, h, i, j in attnlib.mask_mod(function, *tensors)"
     expected = "a Mask such as CAUSAL, FULL or sliding(n), or a mask from masks.mask_tensor() or mask_mod()"
     raise TypeError(f"mask: expected {expected}, got {type(mask).__name__}{remedy}")
-
-
-@kind
-def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
-    """Return the mask that shows a key where ``function(b, h, i, j, *arguments)`` is True.
-
-    ``b`` is the sequence, ``h`` the query head, and ``i`` and ``j`` are the storage indices of query and key,
-    as in :class:`Mask`. Indices are int64, bools and integers behave as in torch, and floats are fp32.
-
-    The function may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``,
-    ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid`` and ``sqrt``. It may
-    index the tensors that are passed as arguments; their indices are clamped to the valid range. The function
-    is called once, with placeholders for the indices, so Python's ``if`` cannot test an index.
-
-    If you pass ``QUERY_OFFSET`` as an argument, the function gets an int64 tensor ``[b]`` in its place, with
-    the storage index of the first query of each sequence.
-
-    Raises:
-        TraceError: the function does something that a kernel cannot do; the message names the line.
-
-    >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
-    >>> def same(b, h, i, j, documents):
-    ...     return documents[b, i] == documents[b, j]
-    >>> mask = CAUSAL & mask_mod(same, documents)
-    >>> print(mask.program)
-    def mask(b, h, i, j, first, t0: int32[2]):
-        x0 = load(t0, b, i)
-        x1 = load(t0, b, j)
-        x2 = eq(x0, x1)
-        return x2
-    """
-    return function_of(FULL, function, arguments)
 
 
 @constant

@@ -207,7 +207,7 @@ class MaskFunction:
         program = combined(
             "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
         )
-        return _simplest(own.band, program, own.tensors, own.dims)
+        return simplest(own.band, program, own.tensors, own.dims)
 
     __rand__ = __and__
     __ror__ = __or__
@@ -286,7 +286,7 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
     tensors, dims = tuple(tensor for tensor, _ in read), tuple(letters for _, letters in read)
     captured = captured_of("mask", tensors)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
-    return _simplest(band, program, tensors, dims)
+    return simplest(band, program, tensors, dims)
 
 
 def _within_tree(x: MaskFunction, other: MaskFunction) -> MaskFunction:
@@ -340,7 +340,7 @@ def _refuse_tree(operation: str, *both: MaskFunction) -> None:
         )
 
 
-def _simplest(
+def simplest(
     band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[Sequence[str], ...]
 ) -> "Band | MaskFunction":
     """Return a MaskFunction, or only its band if the program always returns True and reads no tensors."""

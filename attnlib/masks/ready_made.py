@@ -13,8 +13,9 @@ from torch import Tensor
 from ..internal.checks import are_checks_on, check_count, is_strided, refuse_tensor, varies
 from ..internal.signatures import kind
 from ..tracing.trace import QUERY_OFFSET
-from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
+from .band import CAUSAL, FULL, AnyMask, sliding
 from .function import MaskFunction, RetainedKeys
+from .recognition import mask_mod
 
 
 @kind

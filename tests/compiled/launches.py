@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from attnlib import mask_mod
 from attnlib.backends._triton import backend
 from attnlib.backends._triton.decode import operators as cached
 from attnlib.backends._triton.decode import shapes as decode_shapes
@@ -25,7 +26,7 @@ from attnlib.cache.buffer import split_size_of
 from attnlib.call.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
-from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
+from attnlib.masks.band import CAUSAL, FULL, Mask, sliding
 from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod

@@ -44,7 +44,7 @@ def functions(b=2, h=4, t=60):
         "documents": CAUSAL & mask_mod(same_document, document),
         "tree": mask_mod(tree, QUERY_OFFSET, shown),
         "by head": sliding(20) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0)),
-        "nothing": mask_mod(lambda b, h, i, j: i < 0),
+        "nothing": mask_mod(lambda b, h, i, j: i * j < 0),
         "outside": FULL & ~(sliding(9) & mask_mod(striped)),
     }
     scores = {

@@ -31,6 +31,7 @@ from attnlib import (
     sliding,
     varlen_attention_with_lse,
 )
+from attnlib.masks.function import function_of
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_a_mask_by_function_gives_the_bits_of_its_band():
     """Where both mask every tile."""
     q, k, v = (x.float() for x in tensors(d=16))
     for mask in (sliding(7), CAUSAL):
-        by_function = mask & mask_mod(lambda b, h, i, j, m=mask: m.visible(i, j))
+        by_function = function_of(mask, lambda b, h, i, j, m=mask: m.visible(i, j), ())
         ours, theirs = (attention(q, k, v, mask=x, backend="triton") for x in (by_function, mask))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-21)
 

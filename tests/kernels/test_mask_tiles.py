@@ -15,6 +15,7 @@ from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends.operators import flat
 from attnlib.call.call import Call, Packing, checked
+from attnlib.masks.function import function_of
 
 SIZES = [
     (16, 16, 16),
@@ -142,7 +143,7 @@ def test_packed_sequences_have_their_own_tiles(small):
 def test_a_mask_by_function_gives_the_bits_of_its_band(small, band):
     """It visits the same tiles in the same order, forward and backward."""
     leaves = narrow(*tensors(s=70, t=100, d=16))
-    by_function = FULL & mask_mod(lambda b, h, i, j: band.visible(i, j))
+    by_function = function_of(FULL, lambda b, h, i, j: band.visible(i, j), ())
     found = []
     for mask in (by_function, band):
         out = attention(*leaves, mask=mask, backend="triton:generic")
@@ -170,7 +171,7 @@ def test_tiles_found_before_are_those_of_kernels(name):
 def test_a_mask_that_hides_most_is_small_work():
     """A window of 64 by function: of 1024 keys each block of queries visits two or three of 64."""
     q = torch.randn(1, 1024, 1, 16)
-    narrow_window = mask_mod(lambda b, h, i, j: (j <= i) & (i - j < 64))
+    narrow_window = function_of(FULL, lambda b, h, i, j: (j <= i) & (i - j < 64), ())
     found, room = lines(Call(q, narrow_window, k=q, v=q), 64, 64, by_keys=False)
     assert [len(told(line, room)[0]) for line in found[0]] == [1] + [2] * 15
     key = backend.dense._key(flat(checked(Call(q, narrow_window, k=q, v=q))))

@@ -9,7 +9,7 @@ from attnlib.masks.function import GRAIN
 
 
 def reach(b, h, i, j):
-    return i - j < 70
+    return i - j * j < 70
 
 
 @pytest.mark.parametrize(("s", "t"), [(130, 200), (64, 128), (1, 1)])

@@ -40,6 +40,7 @@ from attnlib import (
     sliding,
     varlen_attention_with_lse,
 )
+from attnlib.masks.function import function_of
 
 N = 12
 ROWS, COLUMNS = torch.arange(-N, N)[:, None], torch.arange(N)
@@ -195,8 +196,7 @@ def test_a_band_by_function_gives_the_bits_of_the_band():
     """Within the same band, which says what tiles there are."""
     q, k, v = (x.float() for x in tensors())
     for mask in (CAUSAL, sliding(9), Mask(3, 2), Mask(right=0, prefix=7)):
-        by_function = mask & mask_mod(lambda b, h, i, j, m=mask: m.visible(i, j))
-        assert isinstance(by_function, MaskFunction)
+        by_function = function_of(mask, lambda b, h, i, j, m=mask: m.visible(i, j), ())
         ours, theirs = (attention_with_lse(q, k, v, mask=x, backend="torch") for x in (by_function, mask))
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 

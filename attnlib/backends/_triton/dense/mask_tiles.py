@@ -3,6 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
+from ....internal.checks import INT32
 from ....masks.function import TreeTensors
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
@@ -45,11 +46,13 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool, group: int | No
 
     A list of a block of keys covers ``group`` query heads; None stands for all that share the keys.
     """
-    from ..kernels.mask_tiles import HEADER, MEMBERS, list_tiles
+    from ..kernels.mask_tiles import HEADER, MOST, list_tiles
 
     group = 1 if not by_keys else x.h // x.g if group is None else group
-    if group > MEMBERS.value:
-        raise NotImplementedError(f"triton: a mask function needs groups of at most {MEMBERS.value} heads, not {group}")
+    if group * MOST.value > INT32 + 1:
+        raise NotImplementedError(
+            f"triton: expected at most {INT32 // MOST.value + 1} heads per KV head, got {group}"
+        )
     (of_sequence, sequences), (of_head, heads) = (
         (0 if n == 1 else prod(x.states[at + 1 :]), n) for at, n in enumerate(x.states[:2])
     )

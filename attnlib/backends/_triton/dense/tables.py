@@ -185,8 +185,8 @@ BACKWARD_QUERIES_WIDE = ((WIDEST, LaunchConfig(64, 16, 2, 8, tma=True)),)
 
 
 # The largest scores of queries: q stays, and keys pass by. Two programs fit on an SM of a Hopper GPU, so that
-# one multiplies while the other finds maxima. Time relative to the forward (16 heads, causal, 8k, H200; OOM: too
-# little shared memory), by tiles, stages and warps:
+# one multiplies while the other finds maxima. Time relative to the forward (16 heads, causal, 8k, H200), by
+# tiles, stages and warps (OOM: too little shared memory):
 #         128 x 128, 2, 8  128 x 128, 3, 8  128 x 64, 4, 8  64 x 128, 3, 4  64 x 64, 2, 4  128 x 256, 2, 8
 #   d64              0.66             0.62            0.48            0.62           0.59             0.63
 #   d128             0.52             0.60            0.55            0.56           0.59             0.67

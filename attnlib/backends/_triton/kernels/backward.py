@@ -19,7 +19,7 @@ from .band import (
     tiles_of,
     visible,
 )
-from .mask_tiles import entry, sparse_tiles_of, tile_and_member
+from .mask_tiles import MOST, entry, sparse_tiles_of
 from .scores import (
     LOG2E,
     Modifiers,
@@ -135,16 +135,13 @@ def backward_keys(
         # The divisor is at least 1. If we divided by the count itself, the compiler could assume that it is
         # positive, and prefetch the first steps of a loop even if the loop is empty. These loads would
         # overwrite the tiles of the next loop.
-        tiles_of_head = tl.maximum(count, 1)
+        tiles_of_head = MOST if SPARSE else tl.maximum(count, 1)
         steps = count if SPARSE else GROUP * count  # a sparse list already covers all heads of the group
         for step in tl.range(0, steps, num_stages=STAGES):  # one loop for all heads keeps the pipeline full
-            if SPARSE:
-                tile, member = tile_and_member(entry(tiles, step, MASKED))
-                m0 = tile * BLOCK_M
-            else:
-                tile, member = (step % tiles_of_head, step // tiles_of_head) if GROUP > 1 else (step, 0)
-                m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
-            head = kv_head * GROUP + member
+            tile = entry(tiles, step, MASKED) if SPARSE else step
+            head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
+            tile = tile % tiles_of_head if GROUP > 1 else tile
+            m0 = tile * BLOCK_M if SPARSE else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], TilePlace(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
             # Load zeros for queries that see no key of this block, since they may be padding with any values.

@@ -25,8 +25,9 @@ EACH: tl.constexpr = tl.constexpr(4)  # adjacent tiles that a program classifies
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that list_tiles handles at a time
 # The same for trees, whose states it computes. 128 take 12.4 us (32k tokens, groups of 4, H200, 2026-11).
 TREE_CHUNK: tl.constexpr = tl.constexpr(512)
-# A list of a block of keys names both a query tile and one of at most this many heads that share the keys.
-MEMBERS: tl.constexpr = tl.constexpr(1024)
+# A list of a block of keys has the tiles of several heads: tile ``n`` of head ``m`` in the group is number
+# ``m * MOST + n``.
+MOST: tl.constexpr = tl.constexpr(1 << 21)
 
 
 class SparseTiles(NamedTuple):
@@ -69,12 +70,6 @@ def sparse_tiles_of(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constex
 def entry(tiles, n, CUT: tl.constexpr):
     """Return the ``n``-th partial tile of a list if ``CUT``, otherwise its ``n``-th full tile."""
     return tl.load(tiles.first + n if CUT else tiles.last - n)
-
-
-@triton.jit
-def tile_and_member(found):
-    """Return what an entry of a list of a block of keys stands for: a query tile, and a head of the group."""
-    return found // MEMBERS, found % MEMBERS
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -145,8 +140,8 @@ def list_tiles(
     """Write the list of key tiles that each block of queries visits, int32 ``[b, h, blocks, HEADER + room]``.
 
     ``room`` is the most tiles that a list can hold. ``BY_KEYS``: list the query tiles that each block of keys
-    visits instead, for one query head of the group after another (see :func:`tile_and_member`). ``TREE``: the
-    states are the bounds of a tree's tokens, and ``reach`` is how many ancestors a query sees, or None.
+    visits instead, for one query head of the group after another. ``TREE``: the states are the bounds of a
+    tree's tokens, and ``reach`` is how many ancestors a query sees, or None.
     """
     if BY_KEYS:
         OWN: tl.constexpr = BLOCK_N
@@ -203,7 +198,7 @@ def list_tiles(
                 some, every = joined_states(states, work, n, columns, OWN, OTHER, GRAIN, BY_KEYS)
             visited = some & (n * OTHER < high)
             is_whole = visited & every & (n * OTHER >= all_low) & ((n + 1) * OTHER <= all_high)
-            is_cut, value = visited & ~is_whole, n * MEMBERS + member if BY_KEYS else n
+            is_cut, value = visited & ~is_whole, member * MOST + n
             cuts, wholes = tl.cumsum(is_cut.to(tl.int32), 0), tl.cumsum(is_whole.to(tl.int32), 0)
             tl.store(line + HEADER + cut + cuts - 1, value, mask=is_cut)
             tl.store(line + HEADER + room - whole - wholes, value, mask=is_whole)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .band import KeyBand, bounds, key_range, origin_of, query_range, tile_at, tiles_of, visible
-from .mask_tiles import entry, sparse_tiles_of, tile_and_member
+from .mask_tiles import entry, sparse_tiles_of
 from .scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, natural, placed, unit_behind
 from .tile import COUNTS, ChannelBlocks, Channels, Rows, TilePlace, load_columns, load_tile, locate, products
 
@@ -172,11 +172,11 @@ def mass(
         counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
         for step in tl.range(0, counts[MASKED], num_stages=STAGES):
-            if SPARSE:
-                tile, _ = tile_and_member(entry(tiles, step, MASKED))
-                m0 = tile * BLOCK_M
-            else:
-                m0 = tile_at(step, tiles, MASKED, BLOCK_M, BLOCK_M)
+            m0 = (
+                entry(tiles, step, MASKED) * BLOCK_M
+                if SPARSE
+                else tile_at(step, tiles, MASKED, BLOCK_M, BLOCK_M)
+            )
             i = i0 + m0 + m
             # Load zeros for queries that see no key of this block, since they may be padding with any values.
             valid = (i >= low) & (i < high)

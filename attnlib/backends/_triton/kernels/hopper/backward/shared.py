@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...band import query_range
-from ...mask_tiles import sparse_tiles_of, tile_and_member
+from ...mask_tiles import MOST, sparse_tiles_of
 from ..primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # keys per tile
@@ -187,7 +187,8 @@ def sparse_step(number, job, call):
     ``dq_before`` is set to the step's own tile, because consumers that take sparse lists do not use it.
     """
     at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
-    tile, member = tile_and_member(gl.load(job.entries_ptr + at, mask=number < job.steps, other=0))
+    found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
+    member, tile = found // MOST, found % MOST
     dq = job.first_dq + member * call.dq_tiles + tile
     return QueryStep(tile, job.kv_head * call.group + member, dq, dq, number)
 
