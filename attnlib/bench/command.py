@@ -12,7 +12,17 @@ from . import shape
 from .cases import Case
 from .parallel import counts
 from .place import cpu, cuda
-from .tables import CPU, GPU, PARALLEL_CPU, PARALLEL_GPU, TableEntry, choose, listing
+from .tables import (
+    BLOCKS_CPU,
+    BLOCKS_GPU,
+    CPU,
+    GPU,
+    PARALLEL_CPU,
+    PARALLEL_GPU,
+    TableEntry,
+    choose,
+    listing,
+)
 from .tables import run as fill
 
 
@@ -23,12 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Time attnlib and torch on this machine: the CPU tables, or with --gpu the GPU tables."
     )
     parser.epilog = f"CPU tables:\n{listing(CPU)}\n\nGPU tables, with --gpu:\n{listing(GPU)}\n\n"
-    parser.epilog += f"tables of --parallel, with and without --gpu:\n{listing(PARALLEL_GPU)}\n"
+    parser.epilog += f"tables of --parallel, with and without --gpu:\n{listing(PARALLEL_GPU)}\n\n"
+    parser.epilog += f"tables of --blocks, with --gpu:\n{listing(BLOCKS_GPU)}\n"
     parser.add_argument("--gpu", action="store_true", help="fill the GPU tables instead of the CPU tables")
     parser.add_argument(
         "--parallel",
         action="store_true",
         help="compare several GPUs with one, or two processes with one on a CPU",
+    )
+    parser.add_argument(
+        "--blocks",
+        action="store_true",
+        help="compare whole transformer blocks, training and decoding, with other libraries' attention",
     )
     parser.add_argument("--only", default="", metavar="TABLE,TABLE", help="fill only these tables")
     parser.add_argument(
@@ -74,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"python -m attnlib bench: {error}", file=sys.stderr)
         return 2
-    options = [f"--{name}" for name in ("gpu", "parallel", "backward") if getattr(arguments, name)]
+    options = [f"--{name}" for name in ("gpu", "parallel", "blocks", "backward") if getattr(arguments, name)]
     for name in ("only", "backend", "shape", "mask", "dtype"):
         options += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) else []
     command = shlex.join(["python", "-m", "attnlib", "bench", *options])
@@ -93,14 +109,12 @@ def _tables(arguments: argparse.Namespace) -> Sequence[TableEntry]:
     for name in ("mask", "dtype", "backward"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: needs --shape {shape.SHAPE}")
-    known = {
-        (False, False): CPU,
-        (True, False): GPU,
-        (False, True): PARALLEL_CPU,
-        (True, True): PARALLEL_GPU,
-    }
+    if arguments.parallel and arguments.blocks:
+        raise ValueError("--blocks: runs on one device; drop --parallel")
+    usual, parallel, blocks = (CPU, GPU), (PARALLEL_CPU, PARALLEL_GPU), (BLOCKS_CPU, BLOCKS_GPU)
+    known = parallel if arguments.parallel else blocks if arguments.blocks else usual
     names = [name for name in arguments.only.split(",") if name]
-    return choose(known[arguments.gpu, arguments.parallel], names)
+    return choose(known[arguments.gpu], names)
 
 
 def _case(arguments: argparse.Namespace) -> Case:
@@ -109,7 +123,9 @@ def _case(arguments: argparse.Namespace) -> Case:
     Raises:
         ValueError: the case cannot be read, or an option chooses tables.
     """
-    if arguments.only or arguments.parallel:
-        raise ValueError("--shape: times one call and fills no other table; drop --only and --parallel")
+    if arguments.only or arguments.parallel or arguments.blocks:
+        raise ValueError(
+            "--shape: times one call and fills no other table; drop --only, --parallel and --blocks"
+        )
     dtype = arguments.dtype or ("bfloat16" if arguments.gpu else "float32")
     return shape.case_of(arguments.shape, arguments.mask or "causal", getattr(torch, dtype))

@@ -24,7 +24,7 @@ class Table(NamedTuple):
     The first ``ours`` columns are attnlib's. A single attnlib column is compared with each of the other
     columns; several are each compared with the best other library. ``what`` is the timed pass ("forward",
     "backward" or "both") if it is the same in all rows. The rows of a ``growing`` table differ only in their
-    tokens.
+    tokens, and its picture has curves; that of a table with ``bars`` has a bar for each cell.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Table(NamedTuple):
     unit: str
     what: str = ""
     growing: bool = False
+    bars: bool = False
     ours: int = 1
 
     @property

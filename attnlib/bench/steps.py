@@ -106,7 +106,7 @@ class Decoder:
         self.x: Tensor = _random(place, work.dtype, work.batch, 1, work.width)
         with self.cache.step(work.context) as layers:
             for layer in layers:
-                _append_random(place, layer, self.model.layers[0].rope)
+                append_random(place, layer, self.model.layers[0].rope)
 
     def turn(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> Tensor:
         """Decode TURN steps after the stored context; return the output of the last step."""
@@ -179,14 +179,14 @@ def forms(place: Target, case: LatentLayer) -> Cells:
     cache = cache_for([first.kv_layout], case.batch, case.tokens, PAGE, place.device)
     cache.admit(case.batch)
     with cache.step(case.tokens - 1) as (kv,):
-        _append_random(place, kv, first.rope)
+        append_random(place, kv, first.rope)
     x = _random(place, case.dtype, case.batch, 1, case.width)
     with cache.step(1) as (kv,):
         makers = {name: lambda layer=layer: partial(layer, x, kv=kv) for name, layer in layers.items()}
         return compare_calls(place, makers, captured=4, ours=("absorbed", "expanded"), checks=("torch",))
 
 
-def _append_random(place: Target, kv, rope: Rope) -> None:
+def append_random(place: Target, kv, rope: Rope) -> None:
     """Append random keys and values to the cache for this step, with keys rotated by the layer's rope."""
     layout, rows = kv.layout, kv.positions.shape
     sizes = ((layout.dim,), (layout.rope_dim,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import cases, cpu, decode, gates, memory, parallel, speed, steps, stored, trees, weights
+from . import blocks, cases, cpu, decode, gates, memory, parallel, speed, steps, stored, trees, weights
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
 from .place import Target
-from .plots import draw
+from .plots import draw, draw_bars
 from .report import Line, Report, Table, markdown
 
 
@@ -148,6 +148,19 @@ def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]
     )
 
 
+BLOCKS_GPU = (
+    _table(blocks.rows, "blocks", "Transformer blocks by their attention, bf16", blocks.SPEED, bars=True),
+    _table(blocks.rows, "blocks-memory", "Peak memory of a training step of a block, bf16", blocks.MEMORY),
+)
+BLOCKS_CPU = (
+    _table(
+        partial(blocks.rows, work=blocks.SMALL_BLOCKS),
+        "blocks",
+        "Transformer blocks by their attention, fp32",
+        blocks.SPEED,
+        bars=True,
+    ),
+)
 PARALLEL_GPU = _parallel(parallel.SEQUENCES, parallel.CACHES)
 PARALLEL_CPU = _parallel(parallel.SMALL_SEQUENCES, parallel.SMALL_CACHES)
 
@@ -186,7 +199,7 @@ def run(place: Target, entries: Sequence[TableEntry], folder: Path, command: str
             if isinstance(ended, Failure):
                 report.add(table, Line("the rest", {"ours": ended}))
             print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
-            if table.growing:
+            if table.growing or table.bars:
                 _draw(report, table)
     failed = [
         f"{table.name}, {row.name}"
@@ -208,7 +221,8 @@ def _draw(report: Report, table: Table) -> None:
         report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
         return
     where = f"attnlib on {', '.join(report.facts[name] for name in ('device', 'torch', 'date'))}"
-    drawn = attempt(draw, table, report.tables[table], report.folder / f"{table.name}.png", where)
+    path, drawer = report.folder / f"{table.name}.png", draw_bars if table.bars else draw
+    drawn = attempt(drawer, table, report.tables[table], path, where)
     if isinstance(drawn, Failure):
         report.say(f"no picture of {table.name}: {drawn}")
 

@@ -165,10 +165,11 @@ def test_the_verdict(cells, text):
         (["--shape", "2,8,3,128,64"], "multiple of g=3, got 8"),
         (["--shape", "2,8,2,128,64", "--mask", "sliding"], "--mask: expected causal, full, sliding:WINDOW"),
         (["--shape", "2,8,2,128,64", "--mask", "causal:3"], "got causal:3"),
-        (["--shape", "2,8,2,128,64", "--only", "cpu"], "drop --only and --parallel"),
+        (["--shape", "2,8,2,128,64", "--only", "cpu"], "drop --only, --parallel and --blocks"),
         (["--shape", "2,8,2,128,64", "--gpu"], "no CUDA device"),
         (["--mask", "full"], "--mask: needs --shape b,h,g,s,d"),
         (["--backward"], "--backward: needs --shape b,h,g,s,d"),
+        (["--blocks", "--parallel"], "--blocks: runs on one device"),
     ],
 )
 def test_options_that_are_refused(options, why, capsys, monkeypatch):

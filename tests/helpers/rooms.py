@@ -23,7 +23,8 @@ RUNNING = ("dispatch/run", "dispatch/storage", "packing")
 # A room may import only rooms below it. bench imports what users do.
 ROOMS = {
     "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
-    "bench": {"__init__", "parallel", "packing", "masks", "internal"},
+    # In blocks, other libraries answer the calls of layers.
+    "bench": {"__init__", "call", "dispatch", "parallel", "packing", "masks", "internal"},
     "doctor": {"__init__"},
     "__init__": {
         "layers",

@@ -206,9 +206,9 @@ def test_the_benchmark_stays_small():
     """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
 
     The tables of output gates and of heads wider than 256 brought 54, that of recomputed probabilities 49,
-    and that of trees 84.
+    that of trees 84, and --blocks with its picture 160.
     """
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1381
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1541
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
