@@ -1,4 +1,7 @@
-"""The call cache: on a GPU, a repeated call replays the kernel launches that the first such call prepared."""
+"""The call cache: a repeated call skips validation, and replays what the first such call prepared.
+
+On a GPU these are kernel launches, and on a CPU torch's fused attention.
+"""
 
 from collections.abc import Callable
 from weakref import finalize
@@ -31,7 +34,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
     if call.kv is not None:
         k = v = q
     if (
-        not (isinstance(q, Tensor) and q.is_cuda)
+        not (isinstance(q, Tensor) and (q.is_cuda or (q.is_cpu and call.kv is None)))
         or are_watched(q, k, v)  # torch.compile or a dispatch mode records the operations of the call
         or type(call.mask) is not Mask
         or call.packing is not None
@@ -43,7 +46,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
-        or torch.is_autocast_enabled()
+        or torch.is_autocast_enabled(q.device.type)
         or is_forward_mode(q, k, v)
         or q.is_nested
         or k.is_nested

@@ -6,6 +6,7 @@ The scores of a whole sequence never exist at once. K and V are copied only if t
 import torch
 from torch import Tensor
 
+from ...call.cache import Run
 from ...call.call import Call, PieceGradients
 from ...call.spec import AttentionSpec
 from ...call.statistic import Statistic
@@ -78,8 +79,19 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
     return OPERATORS.chunk_gradients(call, dout, out, lse)
 
 
-def prepare(call: Call) -> None:
-    """Return None: this backend has no faster way to repeat a call."""
+def prepare(call: Call) -> Run | None:
+    """Return a function that repeats a call by torch's fused CPU attention, or None for other calls."""
+    spec, (_, s, *_) = call.spec, call.q.shape
+    if call.kv is not None or spec.device != "cpu" or spec.strided or call.score.options or call.descales:
+        return None
+    t, width = call.k.shape[1], call.v.shape[-1]
+    if (causal := fused.causality_of(call.q, width, call.mask, t - s, 0, t)) is None:
+        return None
+    run, gradients = fused.repeated(call.q, causal, call.score.scale, lse=call.lse)
+    if not spec.grad:
+        return run
+    a = flat(call)._replace(q=None, k=None, v=None)  # a cached call must not keep tensors alive
+    return OPERATORS.replay(run, gradients, a, lse=call.lse)
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.cache import Run
 from ...call.spec import arch_of
 from ...internal import probes
 from ...internal.probes import answer, failure_of
 from ...internal.watched import refuse_trials
+from ...masks.band import Mask
 from . import efficient
 from .batches import Batch, rows, unrows
 
@@ -80,30 +82,36 @@ def _look_up() -> _Fused:
 
 def causality(batch: Batch) -> bool | None:
     """Return the ``is_causal`` to pass to torch's fused attention; None if it cannot compute this batch."""
-    q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
-    s, t, device, widths = q.shape[1], keys.stop - keys.start, device_of(q), (q.shape[-1], keys.v.shape[-1])
-    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros if a query is NaN
-    # (pytorch#141128).
-    takes = t >= 16 and widths[0] == widths[1]
-    if device != "cpu":
-        takes = device == GPU and t > 0 and efficient.takes(q.dtype, *widths)
+    keys = batch.keys
     if (
-        not takes
-        or q.numel() == 0
-        or batch.score.options
+        batch.score.options
         or batch.dropout.p
         or batch.score_factor is not None
         or batch.functions is not None
         or not keys.at_once
     ):
         return None
+    return causality_of(batch.q, keys.v.shape[-1], batch.mask, batch.first, keys.start, keys.stop)
+
+
+def causality_of(q: Tensor, value_dim: int, mask: Mask, first: int, start: int, stop: int) -> bool | None:
+    """Return what :func:`causality` does, for queries from ``first`` on and the keys ``[start, stop)``.
+
+    Nothing but the mask and the scale changes the scores.
+    """
+    s, t, device, widths = q.shape[1], stop - start, device_of(q), (q.shape[-1], value_dim)
+    # With fewer keys than a vector register holds (16 with AVX-512), torch returns zeros if a query is NaN
+    # (pytorch#141128).
+    takes = t >= 16 and widths[0] == widths[1]
+    if device != "cpu":
+        takes = device == GPU and t > 0 and efficient.takes(q.dtype, *widths)
+    if not takes or q.numel() == 0:
+        return None
     last = first + s
-    if mask.covers(first, last, keys.start, keys.stop):
+    if mask.covers(first, last, start, stop):
         causal = False
     # On CPUs, torch aligns the first query with the first key; on GPUs, the last with the last.
-    elif (
-        last == keys.stop and (s == t or (s < t and device == GPU)) and mask.is_causal_among(keys.start, last)
-    ):
+    elif last == stop and (s == t or (s < t and device == GPU)) and mask.is_causal_among(start, last):
         causal = True
     else:
         return None
@@ -113,12 +121,8 @@ def causality(batch: Batch) -> bool | None:
 
 def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, contiguous."""
-    k, v = _read(batch)
-    b, s, h, _ = batch.q.shape
-    out, lse = _functions(k).forward(
-        rows(batch.q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=batch.score.scale
-    )
-    return unrows(out, (b, s, h, v.shape[-1])).contiguous(), lse.reshape(b, h, s).contiguous()
+    out, lse = _forward(_functions(batch.q), causal, batch.score.scale, batch.q, *_read(batch))
+    return out, lse.contiguous()
 
 
 def backward(
@@ -128,13 +132,54 @@ def backward(
 
     ``dout`` and ``out`` are ``[b, s, h, e]``, and the LSE is ``[b, h, s]``.
     """
-    q, (k, v) = batch.q, _read(batch)
+    solved = dout, out, lse
+    return _backward(_functions(batch.q), causal, batch.score.scale, *solved, batch.q, *_read(batch))
+
+
+def repeated(
+    q: Tensor, causal: bool, scale: float, *, lse: bool
+) -> tuple[Run, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """Return functions that repeat the forward and the backward of a dense call on tensors like ``q``.
+
+    The backward takes dout, the output, the LSE, q, k and v. Unless ``lse`` is set, only it reads the LSE.
+    """
+    given = _functions(q), causal, scale
+
+    def on(q: Tensor, k: Tensor, v: Tensor, descales: None = None) -> tuple[Tensor, Tensor]:
+        out, found = _forward(*given, q, k.transpose(1, 2), v.transpose(1, 2))
+        return out, found.contiguous() if lse else found  # to copy it takes 10 us for 128 tokens, 8 heads
+
+    def gradients(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        return _backward(*given, dout, out, lse, q, k.transpose(1, 2), v.transpose(1, 2))
+
+    return on, gradients
+
+
+def _forward(fused: _Fused, causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+    b, s, h, _ = q.shape
+    out, lse = fused.forward(rows(q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=scale)
+    if out.shape[1:3] == (h, s):
+        return out.transpose(1, 2).contiguous(), lse
+    return unrows(out, (b, s, h, v.shape[-1])).contiguous(), lse.reshape(b, h, s)
+
+
+def _backward(
+    fused: _Fused,
+    causal: bool,
+    scale: float,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # What torch's hooks for saved tensors return may have other strides. torch assumes contiguous channels.
+    dout, out, q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out, q, k, v))
     # Without a causal mask, the query heads of a group share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]
-    solved = (rows(out, g), lse.reshape(q.shape[0], g, -1))
-    dq, dk, dv = _functions(k).backward(
-        rows(dout, g), rows(q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale
-    )
+    solved = rows(out, g), lse.reshape(q.shape[0], g, -1)
+    dq, dk, dv = fused.backward(rows(dout, g), rows(q, g), k, v, *solved, 0.0, causal, scale=scale)
     return unrows(dq, q.shape).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 
