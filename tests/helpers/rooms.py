@@ -24,7 +24,7 @@ RUNNING = ("dispatch/run", "dispatch/storage", "packing")
 ROOMS = {
     "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
     # In blocks, other libraries answer the calls of layers.
-    "bench": {"__init__", "call", "dispatch", "parallel", "packing", "masks", "internal"},
+    "bench": {"__init__", "call", "dispatch/run", "parallel", "packing", "masks", "internal"},
     "doctor": {"__init__"},
     "__init__": {
         "layers",

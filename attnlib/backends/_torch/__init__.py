@@ -87,7 +87,7 @@ def prepare(call: Call) -> Run | None:
     t, width = call.k.shape[1], call.v.shape[-1]
     if (causal := fused.causality_of(call.q, width, call.mask, t - s, 0, t)) is None:
         return None
-    run, gradients = fused.repeated(call.q, causal, call.score.scale, lse=call.lse)
+    run, gradients = fused.replay(call.q, causal, call.score.scale, lse=call.lse)
     if not spec.grad:
         return run
     a = flat(call)._replace(q=None, k=None, v=None)  # a cached call must not keep tensors alive

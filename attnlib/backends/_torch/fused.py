@@ -136,7 +136,7 @@ def backward(
     return _backward(_functions(batch.q), causal, batch.score.scale, *solved, batch.q, *_read(batch))
 
 
-def repeated(
+def replay(
     q: Tensor, causal: bool, scale: float, *, lse: bool
 ) -> tuple[Run, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
     """Return functions that repeat the forward and the backward of a dense call on tensors like ``q``.
