@@ -67,7 +67,8 @@ def key_of(call: Call, name: str | None) -> Key | None:
 
 def _is_plain(x: object) -> bool:
     """True for a contiguous tensor without a gradient."""
-    return type(x) is Tensor and x.layout is torch.strided and x.is_contiguous() and not x.requires_grad
+    is_strided = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+    return is_strided and x.is_contiguous() and not x.requires_grad
 
 
 class CallCache:
