@@ -57,6 +57,8 @@ def told(line, room):
 @pytest.mark.parametrize("name", MASK_NAMES)
 @pytest.mark.parametrize("small", SIZES, indirect=True, ids=str)
 def test_lists_have_the_tiles_that_the_definition_has(small, name):
+    from attnlib.backends._triton.kernels.mask_tiles import MOST
+
     block_m, block_n = small
     mask, (b, s, t, h, g) = functions(2, 4, 100)[0][name], (2, 70, 100, 4, 2)
     q, k, v = (torch.randn(b, n, heads, 16) for n, heads in ((s, h), (t, g), (t, g)))
@@ -89,7 +91,7 @@ def test_lists_have_the_tiles_that_the_definition_has(small, name):
                     for other in range(tiles if by_keys else -(-t // block_n)):
                         m, n = (other, block) if by_keys else (block, other)
                         kind = classes(seen[n_b, head], m, n, by_keys)
-                        known.setdefault(kind, []).append(member * tiles + other)
+                        known.setdefault(kind, []).append(member * MOST.value + other)
                 # Larger grains than tiles may call a whole tile cut, and one that is hidden; never the other
                 # way.
                 if min(small) >= tables.GRAIN:

@@ -198,7 +198,7 @@ def list_tiles(
                 some, every = joined_states(states, work, n, columns, OWN, OTHER, GRAIN, BY_KEYS)
             visited = some & (n * OTHER < high)
             is_whole = visited & every & (n * OTHER >= all_low) & ((n + 1) * OTHER <= all_high)
-            is_cut, value = visited & ~is_whole, member * MOST + n
+            is_cut, value = visited & ~is_whole, n + member * MOST
             cuts, wholes = tl.cumsum(is_cut.to(tl.int32), 0), tl.cumsum(is_whole.to(tl.int32), 0)
             tl.store(line + HEADER + cut + cuts - 1, value, mask=is_cut)
             tl.store(line + HEADER + room - whole - wholes, value, mask=is_whole)
