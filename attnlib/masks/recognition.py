@@ -8,6 +8,7 @@ in the program. So do conditions on a tensor, even if it has only one element, s
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from math import floor
+from struct import pack, unpack
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Condition(NamedTuple):
 Number = Linear | Extreme | Quotient
 Known = Number | Condition | float
 ONE = Linear(0, 0, 1)
-NOT_BELOW = Mask(None, -INT32)  # no key, as all queries have an index below INT32
+NO_BAND = Mask(None, -INT32)  # it shows no key, since all queries have an index below INT32
 OPPOSITE = MappingProxyType({"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"})
 MIRRORED = MappingProxyType({"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"})
 
@@ -147,7 +148,7 @@ def _all_of(parsed: Parsed, conditions: Sequence[Operand]) -> Program:
 
 def _is_lone_prefix(band: Mask) -> bool:
     """True if a band shows only the first keys, whatever the query."""
-    return band.without_prefix() == NOT_BELOW != band
+    return band.without_prefix() == NO_BAND != band
 
 
 # ---- the steps of a program, as integers and conditions
@@ -263,9 +264,14 @@ def _condition(step: Step, operands: Sequence[Known]) -> Condition | None:
             )
     if step.takes == kinds.BOOL:
         return None
-    if step.takes == kinds.FLOAT and not any(isinstance(x, float) or _is_constant(x) for x in operands):
+    if step.takes == kinds.FLOAT and not any(_is_exact(x) for x in operands):
         return None  # two numbers that are rounded to fp32 may be equal though the integers are not
     return Condition(*(_comparison(name, x, y) for name in (step.operation, OPPOSITE[step.operation])))
+
+
+def _is_exact(x: Number | float) -> bool:
+    """True for a constant that fp32 holds, or that we round to fp32 as the program does."""
+    return isinstance(x, float) or (_is_constant(x) and abs(x.number) <= LIMITS[kinds.FLOAT])
 
 
 def _comparison(operation: str, x: Number | float, y: Number | float) -> Mask | None:
@@ -277,6 +283,7 @@ def _comparison(operation: str, x: Number | float, y: Number | float) -> Mask | 
     if isinstance(y, float):
         if not abs(y) <= LIMITS[kinds.FLOAT]:
             return None
+        y = unpack("f", pack("f", y))[0]  # 1023.99999999 is 1024 in fp32
         if y != floor(y):  # only integers are compared with it
             operation = {"lt": "le", "ge": "gt"}.get(operation, operation)
             if operation in ("eq", "ne"):
@@ -286,16 +293,23 @@ def _comparison(operation: str, x: Number | float, y: Number | float) -> Mask | 
         case "le":
             return _at_most(x, y)
         case "lt":
-            return _at_most(_sum(x, ONE), y)
+            return _less(x, y)
         case "ge":
             return _at_most(y, x)
         case "gt":
-            return _at_most(_sum(y, ONE), x)
+            return _less(y, x)
         case "eq":
             return _both(_at_most(x, y), _at_most(y, x))
         case "ne":
-            return _either(_at_most(_sum(x, ONE), y), _at_most(_sum(y, ONE), x))
+            return _either(_less(x, y), _less(y, x))
     return None
+
+
+def _less(x: Number, y: Number) -> Mask | None:
+    """Return the band where ``x < y``, or None if it is no band."""
+    # We know no form of a quotient plus or minus 1, so we move the other number.
+    before = _sum(y, Linear(0, 0, -1))
+    return _at_most(_sum(x, ONE), y) if before is None else _at_most(x, before)
 
 
 def _at_most(x: Number | None, y: Number | None) -> Mask | None:

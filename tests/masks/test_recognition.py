@@ -9,7 +9,6 @@ from attnlib import CAUSAL, FULL, Mask, attention, explain, mask_mod, masks, sli
 from attnlib.masks import NOTHING, MaskFunction
 from attnlib.masks.function import function_of
 
-N = 1000
 WINDOW, FIRST = 1024, 7
 PREFIX = Mask(right=0, prefix=FIRST)
 SPELLED = {
@@ -27,6 +26,8 @@ SPELLED = {
     "window, twice": (lambda b, h, i, j: (2 * i - 2 * j < 2 * WINDOW) & (j <= i), sliding(WINDOW)),
     "window, by a choice": (lambda b, h, i, j: torch.where(i >= j, i - j < WINDOW, False), sliding(WINDOW)),
     "window, clamped": (lambda b, h, i, j: ((i - j).clamp(0) < WINDOW) & (j <= i), sliding(WINDOW)),
+    "window, rounded up": (lambda b, h, i, j: (i - j <= 1022.99999999) & (j <= i), sliding(WINDOW)),
+    "window, quotient below": (lambda b, h, i, j: ((i - j) // WINDOW < 1) & (j <= i), sliding(WINDOW)),
     "window, divided": (lambda b, h, i, j: (i - j) // WINDOW == 0, sliding(WINDOW)),
     "window, by a default": (lambda b, h, i, j, n=WINDOW: (j <= i) & (i < j + n), sliding(WINDOW)),
     "both sides": (lambda b, h, i, j: (i - j).abs() <= 3, Mask(3, 3)),
@@ -70,6 +71,7 @@ def test_the_rest_of_a_function_stays():
         lambda b, h, i, j: i + j < 9,
         lambda b, h, i, j: i // 8 == j // 8,
         lambda b, h, i, j: i.float() - j.float() < 9,  # rounded from 2 ** 24 on
+        lambda b, h, i, j: (i - j).float() < 2**24 + 1,  # the bound is rounded
         lambda b, h, i, j: i.to(torch.int8) >= j.to(torch.int8),
         lambda b, h, i, j: i * j < 9,
         lambda b, h, i, j: (i - j < 4) | (i - j > 6),
@@ -119,7 +121,12 @@ NUMBERS = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 COMPARED = st.sampled_from(["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"])
-BOUNDS = st.one_of(st.integers(-9, 9), st.floats(-9, 9).map(lambda x: round(x * 2) / 2))
+# The last ones are integers once fp32 rounds them.
+BOUNDS = st.one_of(
+    st.integers(-9, 9),
+    st.floats(-9, 9).map(lambda x: round(x * 2) / 2),
+    st.integers(-9, 9).map(lambda n: n - 1e-9),
+)
 
 
 def compared(x):

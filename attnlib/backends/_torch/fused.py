@@ -174,7 +174,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # What torch's hooks for saved tensors return may have other strides. torch assumes contiguous channels.
+    # Hooks may return saved tensors with other strides, and torch assumes contiguous channels.
     dout, out, q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out, q, k, v))
     # Without a causal mask, the query heads of a group share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]

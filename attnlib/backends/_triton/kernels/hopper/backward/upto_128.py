@@ -73,9 +73,9 @@ class KeyGradients(NamedTuple):
 class Now(NamedTuple):
     """The places in shared memory that one step of a consumer uses.
 
+    ``number``: number of the step.
     ``slot``, ``phase``: ring slot of the query tile, and phase of the slot's mbarriers.
     ``parity``: slot, 0 or 1, of the gradient of scores ``ds``.
-    ``number``: number of the step.
     ``masked``: the query tile needs a mask.
     """
 
