@@ -28,13 +28,21 @@ from .watchdog import watched
 FORMS = MappingProxyType({"ring": ring_attention, "gather": gather_attention, "heads": head_attention})
 WHATS = MappingProxyType({"forward": "forward", "both": "forward + backward"})
 ONE = "one rank"
-ROUNDS = 9  # each implementation is timed this many times, in turns
+# Each implementation is timed ROUNDS times, in turns; once if a call has more than LONG FLOPs (seconds).
+ROUNDS, LONG = 9, 2e15
 STEPS = 20  # decoding calls per measurement, which a GPU replays as one graph
 Found = list[tuple[str, str, Cells]]  # each measurement: table name, row name, and cells
 
-LENGTHS = ((32768, "GQA 32/8 32k"), (131072, "GQA 32/8 128k"))
-SEQUENCES = tuple(
-    x for n, gqa in LENGTHS for x in (plain(n, 16, 128), Case(gqa, 1, 32, 8, n, 128, 128, CAUSAL))
+SEQUENCES = (
+    plain(32768, 16, 128),
+    *(
+        Case(f"{name} {tokens // 1024}k", 1, *heads, tokens, *channels, CAUSAL)
+        for tokens in (32768, 131072, 524288)
+        for name, heads, channels in (
+            ("GQA 32/8", (32, 8), (128, 128)),
+            ("MLA 192/128", (16, 16), (192, 128)),
+        )
+    ),
 )
 CACHES = (Decoding("128 heads, 32 x 32k", 32, 128, 32768, KVLayout.latent(512, 64, dtype=torch.bfloat16)),)
 SMALL_SEQUENCES = (plain(512, 4, 16)._replace(dtype=torch.float32),)
@@ -121,7 +129,7 @@ def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
         for x, call in FORMS.items()
     }
     right = {x: attempt(_checked, run, Run.results, expected, place) for x, run in runs.items()} | {ONE: one}
-    taken = _by_what(right, place)
+    taken = _by_what(right, place, case)
     theirs, found = attempt(_theirs, place, mesh, case, [x.detach() for x in whole], expected), []
     for what, label in WHATS.items():
         ours = {x: taken[what][x] for x in FORMS}
@@ -131,10 +139,10 @@ def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
     return found
 
 
-def _by_what(runs: dict, place: Target) -> dict[str, Cells]:
-    clock = partial(_milliseconds, place=place)
+def _by_what(runs: dict, place: Target, case: Case) -> dict[str, Cells]:
+    clock, rounds = partial(_milliseconds, place=place), ROUNDS if case.flops("both") < LONG else 1
     return {
-        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, ROUNDS)
+        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, rounds)
         for x in WHATS
     }
 
@@ -155,7 +163,7 @@ def _theirs(
         run = Run(
             partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True
         )
-        return _by_what({"torch": attempt(_checked, run, Run.results, expected, place)}, place)
+        return _by_what({"torch": attempt(_checked, run, Run.results, expected, place)}, place, case)
 
 
 @torch.no_grad()

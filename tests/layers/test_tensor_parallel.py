@@ -375,9 +375,10 @@ def test_the_share_of_a_rank_is_read_from_its_weight(placements, share):
 
 
 @pytest.mark.gpu2
-def test_two_gpus_have_outputs_and_gradients_of_the_whole(tmp_path):
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} CUDA devices are needed, {torch.cuda.device_count()} are here")
-    results = spawn("cuda", tmp_path)
-    for name in LAYERS:
+@pytest.mark.parametrize(("ranks", "names"), [(RANKS, LAYERS), (4, FOUR)], ids=["2", "4"])
+def test_gpus_have_outputs_and_gradients_of_the_whole(ranks, names, tmp_path):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} CUDA devices are needed, {torch.cuda.device_count()} are here")
+    results = spawn("cuda", tmp_path, ranks)
+    for name in names:
         check(results, name, "cuda")

@@ -1,18 +1,19 @@
-"""On two GPUs a captured graph decodes over a cache that they share, as eager steps do over one that each has
-whole.
+"""On several GPUs a captured graph decodes over a cache that they share, as eager steps do over one that each
+has whole.
 """
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import destroy_process_group, get_world_size, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope
 
-RANKS, HIDDEN, HEADS = 2, 256, 16
+RANKS = (2, 4, 8)
+HIDDEN, HEADS = 256, 16
 LATENT = {
     "q_lora_rank": None,
     "kv_lora_rank": 512,
@@ -70,7 +71,7 @@ def compare(make, device: torch.device, tokens: int) -> None:
     """Both decoders say the same: eagerly, while a graph is captured, and when it is replayed over other
     lengths.
     """
-    mesh = init_device_mesh(device.type, (RANKS,))
+    mesh = init_device_mesh(device.type, (get_world_size(),))
     torch.manual_seed(0)
     truth = make().to(device, torch.bfloat16)
     torch.manual_seed(0)
@@ -91,13 +92,13 @@ def compare(make, device: torch.device, tokens: int) -> None:
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
-def work(rank: int, device: str, file: str) -> None:
+def work(rank: int, ranks: int, device: str, file: str) -> None:
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
     torch.set_grad_enabled(False)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
-    init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=RANKS)
+    init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
     for make in LAYERS.values():
         for tokens in STEPS.values():
             compare(make, here, tokens)
@@ -105,7 +106,8 @@ def work(rank: int, device: str, file: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_a_graph_replays_over_a_cache_that_two_gpus_share(tmp_path):
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} CUDA devices are needed, {torch.cuda.device_count()} are here")
-    mp.spawn(work, ("cuda", str(tmp_path / "store")), nprocs=RANKS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_graph_replays_over_a_cache_that_gpus_share(ranks, tmp_path):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} CUDA devices are needed, {torch.cuda.device_count()} are here")
+    mp.spawn(work, (ranks, "cuda", str(tmp_path / "store")), nprocs=ranks)

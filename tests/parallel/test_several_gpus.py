@@ -1,5 +1,5 @@
-"""On two GPUs, in bf16, ranks that share tokens err no more than one GPU that has them all: outputs and
-gradients.
+"""On two and more GPUs, in bf16, ranks that share tokens err no more than one GPU that has them all: outputs
+and gradients.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ from attnlib.masks.band import AnyMask
 from attnlib.parallel import context_attention, shard, unshard
 from attnlib.parallel.context_parallel import FORMS
 
-RANKS, TOKENS, HEADS = 2, 1536, 4
+RANKS = (2, 4, 8)
+TOKENS, HEADS, GROUPS = 1536, 16, 8
 PACK = (0, 300, 300, 1100, 1511)  # the last tokens are of no sequence
 
 
@@ -50,19 +51,19 @@ def cases(device: torch.device) -> list[Case]:
     dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([5], device=device)}
     return [
         Case("causal", CAUSAL),
-        Case("causal, 64", CAUSAL, 64, 2),
-        Case("causal, 256", CAUSAL, 256, 2),
+        Case("causal, 64", CAUSAL, 64, GROUPS),
+        Case("causal, 256", CAUSAL, 256, GROUPS),
         Case("full", FULL, 64),
-        Case("window", sliding(200), 128, 2),
+        Case("window", sliding(200), 128, GROUPS),
         Case("both ways", Mask(500, 90), 64),
-        Case("sinks and softcap", CAUSAL, 64, 2, {"softcap": 3.0, "sinks": sinks}, ("sinks",)),
-        Case("slopes", CAUSAL, 64, 2, {"alibi_slopes": slopes}, ("alibi_slopes",)),
+        Case("sinks and softcap", CAUSAL, 64, GROUPS, {"softcap": 3.0, "sinks": sinks}, ("sinks",)),
+        Case("slopes", CAUSAL, 64, GROUPS, {"alibi_slopes": slopes}, ("alibi_slopes",)),
         Case("documents", CAUSAL & masks.documents(document), 128),
-        Case("scores", CAUSAL, 64, 2, {"score": table}, ("score",)),
-        Case("bounds", CAUSAL, 64, 2, bounds),
-        Case("dropout", CAUSAL, 64, 2, dropout),
-        Case("packed", CAUSAL, 128, 2, packed=True),
-        Case("packed window", sliding(150), 64, 2, packed=True),
+        Case("scores", CAUSAL, 64, GROUPS, {"score": table}, ("score",)),
+        Case("bounds", CAUSAL, 64, GROUPS, bounds),
+        Case("dropout", CAUSAL, 64, GROUPS, dropout),
+        Case("packed", CAUSAL, 128, GROUPS, packed=True),
+        Case("packed window", sliding(150), 64, GROUPS, packed=True),
     ]
 
 
@@ -117,14 +118,14 @@ def shared(case: Case, given: list[Tensor], form: str, mesh: DeviceMesh) -> list
     return [*(unshard(x.detach(), mesh, dim=dim) for x in (out, *grads[:3])), *grads[3:]]
 
 
-def work(rank: int, folder: str) -> None:
-    """One GPU: with the other its output errs at most twice as much as alone, and its gradients three
+def work(rank: int, ranks: int, folder: str) -> None:
+    """One GPU: with the others its output errs at most twice as much as alone, and its gradients three
     times.
     """
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
-    init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cuda", (RANKS,))
+    init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cuda", (ranks,))
     for case in cases(here):
         given = tensors(case, here)
         golden, alone = whole(case, [x.double() for x in given], "torch"), whole(case, given, "triton")
@@ -148,13 +149,14 @@ def amiss(case: Case, found: list[Tensor], alone: list[Tensor], golden: list[Ten
     return ""
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
+@pytest.fixture(scope="module", params=RANKS)
+def told(request, tmp_path_factory):
     """A folder with a file for each case and form, of one run."""
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} CUDA devices are needed, {torch.cuda.device_count()} are here")
+    ranks = request.param
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} CUDA devices are needed, {torch.cuda.device_count()} are here")
     folder = tmp_path_factory.mktemp("told")
-    mp.spawn(work, (str(folder),), nprocs=RANKS)
+    mp.spawn(work, (ranks, str(folder)), nprocs=ranks)
     return folder
 
 
