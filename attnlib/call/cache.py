@@ -1,6 +1,6 @@
 """The call cache: a repeated call skips validation, and replays what the first such call prepared.
 
-On a GPU these are kernel launches, and on a CPU torch's fused attention.
+On a GPU these are kernel launches, on a CPU torch's fused attention, or attention over a cache.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
     if call.kv is not None:
         k = v = q
     if (
-        not (isinstance(q, Tensor) and (q.is_cuda or (q.is_cpu and call.kv is None)))
+        not (isinstance(q, Tensor) and (q.is_cuda or q.is_cpu))
         or are_watched(q, k, v)  # torch.compile or a dispatch mode records the operations of the call
         or type(call.mask) is not Mask
         or call.packing is not None

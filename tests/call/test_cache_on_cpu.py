@@ -8,7 +8,19 @@ import torch
 from helpers import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
-from attnlib import CAUSAL, FULL, attention, attention_with_lse, sliding
+from attnlib import (
+    CAUSAL,
+    FULL,
+    KVCache,
+    KVLayout,
+    Mask,
+    attention,
+    attention_with_lse,
+    cached_attention,
+    cached_attention_with_lse,
+    sliding,
+)
+from attnlib.backends._torch import fused
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, Score
 from attnlib.dispatch.select import CALL_CACHE
@@ -105,3 +117,79 @@ def test_no_tensor_is_kept_alive(grad):
     kept = attended()
     assert CALL_CACHE.count() == 1
     assert [x() for x in kept] == [None] * 3
+
+
+@pytest.fixture
+def read_at_once(monkeypatch):
+    """The calls that were read at once."""
+    calls, forward = [], fused.forward_at_end
+    monkeypatch.setattr(fused, "forward_at_end", lambda *a: calls.append(forward(*a)) or calls[-1])
+    return calls
+
+
+def stepped(cache, tokens, mask):
+    """The results of a step over a layer."""
+    with cache.step(tokens) as (kv,):
+        q, k, v = (torch.randn(*kv.positions.shape, h, 16, dtype=kv.layout.dtype) for h in (4, 2, 2))
+        return cached_attention_with_lse(q, kv.append(k, v), mask=mask)
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(9), Mask(right=0, prefix=2)], ids=str)
+def test_repeated_steps_give_the_same_bits(mask, paged, storage, read_at_once):
+    """Over sequences of equal and different lengths, in rows that are adjacent or not."""
+    layout = KVLayout.grouped(2, 16, dtype=torch.float32, storage_dtype=storage)
+    results = []
+    for forget in (False, True):
+        torch.manual_seed(0)
+        make = partial(KVCache.paged, pages=40, page_size=4) if paged else KVCache.contiguous
+        cache = make([layout], max_sequences=4, max_length=60)
+        one, two, three = cache.admit(3)
+        apart = [{one: 5, two: 20, three: 20}, *(1,) * 3, *({two: 1, three: 1},) * 3, *({two: 2},) * 2]
+        found = []
+        for plan in (*apart, None, 12, *(1,) * 3, *(2,) * 2):  # None: from here on, all are equally long
+            if forget:
+                CALL_CACHE.clear()
+            if plan is None:
+                for handle in (one, two, three):
+                    cache.truncate(handle, 8)
+            else:
+                found.append(stepped(cache, plan, mask))
+        results.append(found)
+    CALL_CACHE.clear()
+    assert any(x is not None for x in read_at_once) == (mask != sliding(9) and not paged and storage is None)
+    for repeated, checked in zip(*results, strict=True):
+        assert_same_bits(*zip(repeated, checked, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [("table", [-1, 0], "pages in"), ("table", [1, 2], "pages in"), ("lengths", [9, 9], "at most 8 tokens")],
+)
+def test_a_repeated_step_reads_nothing_outside_the_cache(name, row, message):
+    cache = KVCache.contiguous([KVLayout.grouped(2, 16)], max_sequences=2, max_length=8)
+    cache.admit(2)
+    q, k, v = (torch.randn(2, 1, h, 16) for h in (4, 2, 2))
+    with cache.step(1) as (kv,):
+        view = kv.append(k, v)
+        for _ in range(2):
+            cached_attention(q, view, mask=CAUSAL)
+        assert CALL_CACHE.count(view) == 2  # the call and the write
+        x = getattr(view, name)
+        x.copy_(torch.tensor(row).view(x.shape))
+        with pytest.raises(ValueError, match=message):
+            cached_attention(q, view, mask=CAUSAL)
+
+
+def test_a_view_is_freed_with_its_calls():
+    def attended():
+        cache = KVCache.contiguous([KVLayout.grouped(2, 16)], max_sequences=1, max_length=8)
+        cache.admit(1)
+        with cache.step(1) as (kv,):
+            view = kv.append(*(torch.randn(1, 1, 2, 16) for _ in range(2)))
+            cached_attention(torch.randn(1, 1, 4, 16), view, mask=CAUSAL)
+        return ref(view)
+
+    view = attended()
+    assert view() is None

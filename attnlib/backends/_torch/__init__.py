@@ -3,21 +3,23 @@
 The scores of a whole sequence never exist at once. K and V are copied only if their channels are strided.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ...call.cache import Run
+from ...call.cache import Run, Write
 from ...call.call import Call, PieceGradients
 from ...call.spec import AttentionSpec
 from ...call.statistic import Statistic
 from ...internal import watched
 from ...internal.watched import are_watched
-from ...kv import KVView
+from ...kv import KVLayout, KVView
 from ...rope.rope import Angles, rotate
 from ..operators import flat, flat_over_view, flat_statistic
 from . import fused
 from .efficient import may_take
-from .implementations import OPERATORS, cached
+from .implementations import OPERATORS, cached, put_tokens
 from .implementations import statistic as computed
 from .pages import quantise
 
@@ -80,10 +82,12 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
 
 
 def prepare(call: Call) -> Run | None:
-    """Return a function that repeats a call by torch's fused CPU attention, or None for other calls."""
+    """Return a function that repeats a call on a CPU, over a cache or by torch's fused attention, or None."""
     spec, (_, s, *_) = call.spec, call.q.shape
-    if call.kv is not None or spec.device != "cpu" or spec.strided or call.score.options or call.descales:
+    if spec.device != "cpu" or spec.strided or call.score.options or call.descales:
         return None
+    if call.kv is not None:
+        return _over_view(call)
     t, width = call.k.shape[1], call.v.shape[-1]
     if (causal := fused.causality_of(call.q, width, call.mask, t - s, 0, t)) is None:
         return None
@@ -92,6 +96,31 @@ def prepare(call: Call) -> Run | None:
         return run
     a = flat(call)._replace(q=None, k=None, v=None)  # a cached call must not keep tensors alive
     return OPERATORS.replay(run, gradients, a, lse=call.lse)
+
+
+def _over_view(call: Call) -> Run:
+    """Return a function that repeats a call over a cache on new queries.
+
+    If the sequences have equal lengths in adjacent rows of a contiguous cache, it reads them at once.
+    """
+    a, given, kv = flat_over_view(call)._replace(q=None), (call.mask, call.score.scale), call.kv
+    is_plain = not kv.layout.is_latent and kv.k_scale is kv.cu_seqlens_q is None and kv.table.shape[1] == 1
+
+    def read() -> tuple[Tensor, Tensor] | None:
+        rows, lengths, starts = a.table.flatten().tolist(), a.lengths.tolist(), a.starts.tolist()
+        first, t = (rows[0], lengths[0]) if rows else (-1, 0)
+        if not 0 <= first <= a.k.shape[0] - len(rows) or not 0 < t <= a.k.shape[1] or any(starts):
+            return None
+        if lengths.count(t) != len(rows) or rows != [*range(first, first + len(rows))]:
+            return None
+        return tuple(x[first : first + len(rows), :t].transpose(1, 2) for x in (a.k, a.v))
+
+    def run(q: Tensor, k: None, v: None, descales: None = None) -> tuple[Tensor, Tensor]:
+        keys = read() if is_plain else None
+        result = None if keys is None else fused.forward_at_end(q, *keys, *given)
+        return cached(*a._replace(q=q)) if result is None else result
+
+    return run
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -107,9 +136,30 @@ def peer_memory(group: object, device: torch.device) -> None:
     """Return None: ranks cannot read each other's memory in this backend."""
 
 
-def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:
-    """Rotate and quantise tokens if needed, and write them to the cache in place; slot -1 is skipped."""
-    latent, store = kv.layout.is_latent, kv.layout.storage_dtype
+def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Write:
+    """Rotate and quantise tokens if needed, and write them to the cache in place; slot -1 is skipped.
+
+    Return a function that writes other tokens to the same slots. It does not keep the view alive.
+    """
+    latent = kv.layout.is_latent
+    planes, scales = (kv.k, kv.k_rope if latent else kv.v), (kv.k_scale, None if latent else kv.v_scale)
+    write = partial(_write, kv.layout, planes, scales, slots)
+    write(k, v, angles)
+    return write
+
+
+def _write(
+    layout: KVLayout,
+    planes: tuple[Tensor, Tensor | None],
+    scales: tuple[Tensor | None, Tensor | None],
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    angles: Angles | None,
+) -> None:
+    latent, store, put = layout.is_latent, layout.storage_dtype, put_tokens
+    if are_watched(k, k, slots):
+        put = torch.ops.attnlib.torch_write
     if latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
     if angles is not None:
@@ -117,5 +167,5 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
     if store is not None:
         k, k_scale = quantise(k, store)
         v, v_scale = (v, None) if latent else quantise(v, store)
-        torch.ops.attnlib.torch_write(kv.k_scale, None if latent else kv.v_scale, k_scale, v_scale, slots)
-    torch.ops.attnlib.torch_write(kv.k, kv.k_rope if latent else kv.v, k, v, slots)
+        put(*scales, k_scale, v_scale, slots)
+    put(*planes, k, v, slots)

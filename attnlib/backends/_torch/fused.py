@@ -125,6 +125,15 @@ def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     return out, lse.contiguous()
 
 
+def forward_at_end(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Return what :func:`forward` does, for the last queries of keys ``[b, g, t, d]``, or None."""
+    t = k.shape[2]
+    if (causal := causality_of(q, v.shape[-1], mask, t - q.shape[1], 0, t)) is None:
+        return None
+    out, lse = _forward(_functions(q), causal, scale, q, k, v)
+    return out, lse.contiguous()
+
+
 def backward(
     batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,7 +102,8 @@ def _backward(dout, dlse, out, lse, *arguments):
     return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
 
 
-def _write(k, v, new_k, new_v, slots):
+def put_tokens(k, v, new_k, new_v, slots):
+    """Write new tokens into the slots of a cache; slot -1 is skipped."""
     slots = slots.flatten()
     valid = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
     for plane, new in ((k, new_k), (v, new_v)):
@@ -115,5 +116,5 @@ OPERATORS = Operators("torch", _forward, _backward)
 _libraries = (
     register_cached("torch", cached),
     register_statistic("torch", statistic),
-    register(Operator(WRITE, _write, fake_write)),
+    register(Operator(WRITE, put_tokens, fake_write)),
 )
