@@ -60,7 +60,7 @@ class Arguments(NamedTuple):
     mask_program: str | None
     score_program: str | None
     mask_tree: str | None
-    learns: bool  # True if a tensor that the score function reads needs a gradient
+    learns: bool  # True if ALiBi slopes, or a tensor that the score function reads, need a gradient
 
 
 class CachedArguments(NamedTuple):
@@ -171,13 +171,13 @@ def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | 
 
 
 def _learns(call: Call) -> bool:
-    """True if a tensor that the score function reads needs a gradient.
+    """True if the ALiBi slopes, or a tensor that the score function reads, need a gradient.
 
     Also True under a transform (such as vmap), which hides whether a gradient is needed.
     """
-    return call.functions is not None and (
-        is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
-    )
+    tensors = () if call.functions is None else call.functions.score_tensors
+    tensors = [x for x in (call.score.alibi_slopes, *tensors) if x is not None]
+    return bool(tensors) and (is_transforming() or (call.spec.grad and any(x.requires_grad for x in tensors)))
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
@@ -309,11 +309,14 @@ def option_grads(
     """Return the gradients of ALiBi slopes and of sinks; an option that is absent gets an empty tensor.
 
     ``dslopes`` ``[b, h]`` has the gradients of the slopes for each sequence. ``delta`` is
-    ``rowsum(out * dout) - dlse`` in the shape of the LSE. Each may be None if it is not needed. A sink acts
-    like a key whose value is zero, so its gradient is its probability times ``-delta``.
+    ``rowsum(out * dout) - dlse`` in the shape of the LSE. Each may be None if it is not needed; slopes that
+    need no gradient get zeros. A sink acts like a key whose value is zero, so its gradient is its probability
+    times ``-delta``.
     """
     slope_grads, sink_grads = lse.new_empty(0), lse.new_empty(0)
-    if a.alibi_slopes is not None:
+    if a.alibi_slopes is not None and not a.learns:
+        slope_grads = torch.zeros_like(a.alibi_slopes)
+    elif a.alibi_slopes is not None:
         slope_grads = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
     if a.sinks is not None:
         dsinks = torch.where(lse.isinf(), 0, -torch.exp(a.sinks.to(lse.dtype)[:, None] - lse) * delta)

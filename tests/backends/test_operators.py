@@ -74,6 +74,19 @@ def test_the_backward_operator(case, with_lse):
     torch.library.opcheck(OPS.torch_backward.default, (torch.randn_like(out), dlse, out, lse, *arguments))
 
 
+def test_slopes_that_need_no_gradient_get_zeros():
+    *arguments, learns = forward_arguments("everything")
+    assert learns is False
+    out, lse = OPS.torch_forward(*arguments, learns)
+    dout = torch.randn_like(out)
+    fixed, learnt = (OPS.torch_backward(dout, None, out, lse, *arguments, x) for x in (False, True))
+    assert fixed[3].shape == learnt[3].shape
+    assert learnt[3].any()
+    assert not fixed[3].any()
+    for n in (0, 1, 2, 4):
+        assert torch.equal(fixed[n], learnt[n])
+
+
 @pytest.mark.parametrize("layout", [KVLayout.grouped(2, 8, 5), KVLayout.latent(8, 4), KVLayout.grouped(2, 8)])
 @pytest.mark.parametrize(("page_size", "tokens"), [(None, 17), (None, 6), (4, 17)])
 def test_the_cache_operators(layout, page_size, tokens):

@@ -80,12 +80,12 @@ def _backward(dout, dlse, out, lse, *arguments):
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         """Return the gradients of the queries, keys, values and ALiBi slopes of a batch.
 
-        The gradient of the slopes is 0 after fused attention, which never runs with slopes.
+        The gradient of the slopes is 0 after fused attention, which never runs with slopes, and if no slope
+        needs one.
         """
         if causal is None:
-            return tiles.backward(
-                batch, batch.select(dout), batch.select_lse(lse), batch.select_lse(delta), dcaptured
-            )
+            given = batch.select(dout), batch.select_lse(lse), batch.select_lse(delta)
+            return tiles.backward(batch, *given, dcaptured, learns=a.learns)
         return *fused.backward(
             batch, causal, batch.select(dout), batch.select(out), batch.select_lse(lse)
         ), 0.0

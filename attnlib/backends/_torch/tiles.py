@@ -90,9 +90,11 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: Tensor
+    batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and dslopes ``[b, h]``.
+
+    The gradients of ALiBi slopes, dslopes, are zeros unless the call ``learns``.
 
     ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. The gradients of floating-point
     tensors that the score function captures are added to ``dcaptured``, one flat tensor for all of them.
@@ -118,7 +120,7 @@ def backward(
             _hide(ds, tile.hidden, h, 0)
             if by_score is not None:
                 ds = _score_backward(batch, by_score, tile, ds, dcaptured)
-            if tile.distance is not None:
+            if learns and tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum(
                     (-1, -2)
                 )

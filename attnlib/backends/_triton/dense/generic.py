@@ -43,7 +43,7 @@ class Backward(NamedTuple):
             sums.
         queries: the launch that writes dq, and partial gradients of ALiBi slopes.
         variant: the name of the kernels, which ``explain`` prints.
-        shares: the number of partial gradients per slope that ``queries`` writes; None without slopes.
+        shares: the number of partial gradients per slope that ``queries`` writes; None if no slope needs one.
         sums: the size of the buffer of sums in fp32 values, initially zero; 0 if there is none.
         values: the launch that writes dv, or None if ``keys`` does.
         before_values, before_keys, before_queries: launches that list the tiles a mask function does not
@@ -93,7 +93,7 @@ def backward(x: BackwardShapes) -> Backward:
     keys = launched(backward_keys, of_keys, of_keys=True, DV=of_values is None)
     queries = launched(backward_queries, of_queries, of_keys=False)
     return Backward(
-        x.prepare(), keys.launch, queries.launch, "plain", blocks if x.has_slopes else None,
+        x.prepare(), keys.launch, queries.launch, "plain", blocks if x.learns_slopes else None,
         values=values.launch, before_values=values.before, before_keys=keys.before,
         before_queries=queries.before, lists=max(values.numbers, keys.numbers, queries.numbers),
     )  # fmt: skip

@@ -133,7 +133,7 @@ class BackwardShapes(DenseShapes):
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
         self._arguments |= derivatives(a, self.bounds)
-        self.has_slopes, self.rows = has_slopes(a), 1 if self.packed else self.batch
+        self.learns_slopes, self.rows = a.learns and has_slopes(a), 1 if self.packed else self.batch
         self._arguments |= {
             **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
         }  # fmt: skip

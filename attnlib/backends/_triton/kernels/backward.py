@@ -207,8 +207,8 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward_queries(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
-    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    dslopes_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors, grad_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -221,7 +221,7 @@ def backward_queries(
 ):  # fmt: skip
     """Write the gradient of queries, dq ``[b, s, h, d]``; each program computes a block of queries.
 
-    With ALiBi, each program also writes its partial sum of the slope's gradient, ``[b, h, blocks]``
+    If slopes of ALiBi need gradients, each program also writes its partial sum of them, ``[b, h, blocks]``
     (packed: ``[h, blocks]``). Gradients of tensors that a score function captures are accumulated with
     atomics, in no fixed order.
     """
@@ -306,7 +306,7 @@ def backward_queries(
             ds = unchanged(
                 ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS
             )
-            if alibi_slopes_ptr is not None:
+            if dslopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
             # A product with ds = 0 is not enough: in rows that see no key, the derivative may be NaN.
             ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
@@ -314,7 +314,7 @@ def backward_queries(
 
     seen = sees_any(i, band)  # rows that see no key hold arbitrary numbers
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
-    if alibi_slopes_ptr is not None:
+    if dslopes_ptr is not None:
         # Packed sequences share one row of partial sums. Each has an extra sum, for its last, partial block.
         slot = work.row // BLOCK_M + m0 // BLOCK_M
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))
