@@ -80,7 +80,7 @@ def found_on(
         del measured  # free the memory for the next layer
         give_back()
         advance()
-    return Found(losses, _nats(_head(kind), layers.load_norm(), path, apart))
+    return Found(losses, _nats(head_of(kind), layers.load_norm(), path, apart))
 
 
 def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
@@ -117,7 +117,7 @@ def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> 
     return attention_alone(config, index, made.form, state)
 
 
-def _head(kind: Kind) -> Head:
+def head_of(kind: Kind) -> Head:
     """Return the head of the source model.
 
     Raises:
@@ -126,7 +126,8 @@ def _head(kind: Kind) -> Head:
     head = Head.of_checkpoint(kind.model.checkpoint, kind.device)
     if head is None:
         raise CheckpointError(
-            "config.json: expected a language model with a head, to measure layers by their logits, got none"
+            "--cache: expected a language model with a head, to measure layers by their logits, got none; "
+            "use --kv-heads or --rank, or --no-calibration, which compares layers by their weights"
         )
     return head
 
