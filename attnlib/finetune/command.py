@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..convert.checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
+from ..convert.wording import in_options
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed("interrupted", getattr(error, "__notes__", ["nothing was written"]), 130)
     except (CheckpointError, RequestError, VerificationError, OutputError) as error:
-        return _failed(str(error), getattr(error, "__notes__", []), error.exit_code)
+        return _failed(in_options(str(error)), getattr(error, "__notes__", []), error.exit_code)
     except ElsewhereError:
         return OutputError.exit_code
     except ImportError as error:

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint_files.folder import read_folder
 from ..checkpoint_files.plain_json import dump, parse_object
+from ..convert.check.config import require_config
 from ..convert.checkpoint.errors import CheckpointError
 from ..convert.checkpoint.progress import WorkFolder, remove_leftovers
 from ..convert.checkpoint.scan import scan
-from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
+from ..convert.checkpoint.writing import add_kept, clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
 from ..convert.text.freed import give_back
 from ..convert.text.tokens import read_text
@@ -40,7 +41,7 @@ from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
 TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
-ADVICE = "finished steps are saved: run the same command again to resume"
+SAVED = "finished steps are saved"
 
 
 def finetune(settings: Settings) -> dict[str, object]:
@@ -64,26 +65,28 @@ def finetune(settings: Settings) -> dict[str, object]:
     stock()
     require_separate(settings.source, settings.teacher, settings.out)
     for folder in (settings.source, settings.teacher):
-        read_folder(folder)
-    with meet(settings.device) as ranks, clean_errors(ADVICE), ExitStack() as held:
+        require_config(read_folder(folder))
+    with meet(settings.device) as ranks, clean_errors(), ExitStack() as held:
         settings.check_parts(ranks.size)
         folder = tokenizer_folder(settings.source, settings.teacher)
         corpus = Corpus.read(settings.text, folder, context=settings.context)
-        for model in (settings.source, settings.teacher):
-            require_tokens(torch.cat((corpus.train, corpus.held_out)), model)
         claimed: list[WorkFolder] = []
         path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:
             return _finetune(settings, corpus, path, ranks, claimed[0] if claimed else None)
         except BaseException as error:
-            if path.exists():
-                error.add_note(f"{path}: {ADVICE}")
+            if path.exists() and isinstance(error, ValueError):  # the same command would raise it again
+                error.add_note(f"{path}: {SAVED}")
+            elif path.exists():
+                add_kept(error, path, SAVED)
             raise
 
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
     """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
     require_pair(settings.source, settings.teacher, read_text(settings.text[0])[0])
+    for folder in (settings.source, settings.teacher):  # after vocab_size was compared with the weights
+        require_tokens(torch.cat((corpus.train, corpus.held_out)), folder)
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)
@@ -104,9 +107,11 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
+    work.tidy()
     # A new state is written beside the old one, and the result beside the last one.
     state, result = bytes_written(settings)
-    require_room(target.parent, state, max(state, result), 16)
+    first = 0 if (work.folder / STATE).exists() else state
+    require_room(target.parent, first, max(state, result), 16)
     work.begin()
     claimed.append(work)
     return str(work.folder)

@@ -461,11 +461,11 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
             ("--rank", "9", "--norm", "calibrated"),
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
-        ("dynamic", ("--rank", "9"), "got DynamicNTKScaling; use gqa_to_mla or --to attnlib"),
+        ("dynamic", ("--rank", "9"), "got DynamicNTKScaling; use --to attnlib"),
         (
             "llama",
             ("--rank", "9", "--norm", "calibrated", "--no-calibration"),
-            '--norm: "calibrated" needs a calibration on text, got weights alone; use --norm exact',
+            "--norm: calibrated needs a calibration on text, got weights alone; use --norm exact",
         ),
     ],
 )

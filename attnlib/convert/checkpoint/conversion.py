@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,18 @@ from .progress import WorkFolder, remove_leftovers
 from .report import REPORT, make_report, plain_errors
 from .scan import scan
 from .verify import Check, run_check, verify_shards
-from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
+from .writing import (
+    add_kept,
+    clean_errors,
+    new_file,
+    only_one,
+    require_room,
+    require_writable,
+    sigterm_waits,
+    write_file,
+)
 
+AddFiles = Callable[[Mapping[str, Any], Path], object]
 # The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 # Increment the number if a change to this code makes equal requests write different bytes.
@@ -51,6 +62,7 @@ def convert(
     keep: bool = True,
     check: Check | None = None,
     progress: bool = True,
+    add_files: AddFiles | None = None,
 ) -> dict[str, object]:
     """Convert the attention of the checkpoint ``source`` into the new folder ``out`` and return its report.
 
@@ -65,7 +77,8 @@ def convert(
     removes the finished shards of an interrupted run. ``check`` is called with the finished folder, before
     the move to ``out``, and with the layer errors. It returns measures for the report or raises
     VerificationError. If the check fails, the result is still written, and its report says
-    ``"verified": false``.
+    ``"verified": false``. ``add_files`` is called with the report and the finished folder, to add files such
+    as a picture before the move.
 
     Memory use is about two layers plus their conversion. Requires a POSIX file system and huggingface_hub.
 
@@ -84,7 +97,7 @@ def convert(
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
     settings = parse_object(dump(settings or {}), "settings")  # now equal to settings read back from disk
-    _require_apart(source, target)
+    require_target(source, target, overwrite=overwrite)
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
         _require_free(target, overwrite)
@@ -103,13 +116,20 @@ def convert(
             request |= {"tool": TOOL, "torch": str(torch.__version__), "allow_nonfinite": allow_nonfinite}
             work = WorkFolder(target, request)
             work.resume(shard.name for shard in plan.shards)
+            work.tidy()  # before free space is counted
             _require_room(work, plan, model, unfinished)
             with _resumable(work, keep):
-                return _write(work, plan, layers, nonfinite, check, bar)
+                return _write(work, plan, layers, nonfinite, check, add_files, bar)
 
 
 def _write(
-    work: WorkFolder, plan: Plan, layers: ConvertedLayers, nonfinite: Mapping, check: Check | None, bar
+    work: WorkFolder,
+    plan: Plan,
+    layers: ConvertedLayers,
+    nonfinite: Mapping,
+    check: Check | None,
+    add_files: AddFiles | None,
+    bar,
 ) -> dict[str, object]:
     """Write the missing files, verify the whole result, move it into place, and return the report."""
     model, finite = layers.model, not work.identity["allow_nonfinite"]
@@ -148,6 +168,8 @@ def _write(
         checked=checked,
     )
     write_file(work.checkpoint, REPORT, dump(report))
+    if add_files is not None:
+        add_files(report, work.checkpoint)
     work.finish()
     if not report["verified"]:
         raise VerificationError(f"{work.target}: written, but marked as not verified: {report['reason']}")
@@ -207,14 +229,27 @@ def bytes_of(tensor: Tensor) -> bytearray:
     return data
 
 
-def _require_apart(source: Path, target: Path) -> None:
-    """Raise RequestError unless ``target`` can be created outside the source folder."""
+def require_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Raise an error unless the result of a conversion can be placed at ``target``.
+
+    Raises:
+        RequestError: ``target`` overlaps the source, has no parent folder, or is in use.
+        OutputError: the parent folder, or a result to replace, is read-only.
+    """
     parent = target.parent.resolve()
     place = parent / target.name
     if place.is_relative_to(source) or source.is_relative_to(place):
         raise RequestError(f"out: expected a folder outside the source {source}, got {target}")
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RequestError(f"out: expected a writable parent folder, got {parent}")
+    if not parent.is_dir():
+        raise RequestError(f"out: expected a writable parent folder, got {parent}; create it")
+    require_writable(parent, "out: expected a writable parent folder")
+    # convert() removes what a killed run left beside its finished result, before it asks the same.
+    if not any(
+        path.name.startswith((f"{target.name}.partial-", f"{target.name}.lock")) for path in parent.iterdir()
+    ):
+        _require_free(target, overwrite)
+    if target.exists():
+        require_writable(target, "out: expected a result that may be replaced")
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
@@ -247,14 +282,13 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
     """Keep finished shards if the block raises; remove them after one of REFUSALS or without ``keep``."""
-    advice = "finished work is kept: run the same command again to resume"
     try:
-        with clean_errors(advice if keep else "finished work is removed"):
+        with clean_errors(None if keep else "finished work is removed"):
             yield
     except BaseException as error:
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
         if keep and not refused:
-            error.add_note(f"{work.folder}: {advice}")
+            add_kept(error, work.folder, "finished work is kept")
         else:
             work.abandon()
         raise

@@ -19,13 +19,13 @@ from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError, RequestError
 from ..checkpoint.model import CheckpointModel
 from ..checkpoint.progress import remove
-from ..checkpoint.writing import clean_errors, only_one, require_room
+from ..checkpoint.writing import add_kept, clean_errors, only_one, require_room
 from ..stock import stock
-from .layerwise import TextCalibration
+from .layerwise import NonFiniteError, TextCalibration
 from .stored import LayerFolder
 
 VERSION = 2  # increment this if the same text gives different calibrations than before
-STAYS = "finished calibrations are kept: run the same command again to resume"
+STAYS, GONE = "finished calibrations are kept", "finished calibrations are removed"
 # Write at most this many bytes of hidden states per second, so that a disk with 500 MB/s is busy 10 % of the
 # time.
 PACE = 5e7
@@ -88,7 +88,7 @@ class CalibrationStore:
             return
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
         if error is not None and not refused and (self.place.is_left or self.place.is_kept):
-            error.add_note(f"{self._stored.folder}: {STAYS}")
+            add_kept(error, self._stored.folder, STAYS)
         elif not self.place.is_kept:
             remove(self._stored.folder)
 
@@ -110,8 +110,8 @@ class CalibrationStore:
             self._stored.remember(asked, measured)
 
     @property
-    def _advice(self) -> str:
-        return STAYS if self.place.is_left else "finished calibrations are removed"
+    def _advice(self) -> str | None:
+        return None if self.place.is_left or self.place.is_kept else GONE
 
     def _prepare(self) -> None:
         if self._running is None:
@@ -122,6 +122,7 @@ class CalibrationStore:
         with clean_errors(self._advice), only_one(folder):
             stored = LayerFolder(folder, identity, len(self.model.layers))
             stored.resume()
+            stored.tidy()  # before free space is counted
             self._require_room(stored.count - len(stored.layers) + len(stored.lost))
             self._stored = stored
             stored.begin()
@@ -171,8 +172,13 @@ class CalibrationStore:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """If the block raises a CheckpointError, add to its message that ``--no-calibration`` avoids it."""
+    """If the block raises a CheckpointError, add to its message that ``--no-calibration`` avoids it.
+
+    Weights that are not finite are refused without a calibration too.
+    """
     try:
         yield
+    except NonFiniteError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {WITHOUT}") from error
