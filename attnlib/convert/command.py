@@ -6,24 +6,24 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files.folder import read_folder
+from ..internal.bars import steps
 from ..internal.units import parse_bytes
 from . import targets
-from .bars import steps
 from .check.budget import windows_for
 from .check.config import require_config
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
-from .checkpoint import convert
-from .checkpoint.conversion import require_target
+from .checkpoint.conversion import ConversionOptions, convert_with, require_target
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.model import CheckpointModel, read_model
 from .checkpoint.report import REPORT
 from .latent.losses import BASELINE
-from .picture import draw
+from .picture import Start, draw
 from .stock import stock
 from .targets import device, require_own_options, target_of
 from .text import choice
@@ -100,12 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         return _failed(str(error), [], RequestError.exit_code)
     if not arguments.quiet:
-        print(summary(report, arguments.out))
+        print(summary(report, arguments.out, source=arguments.source, text=arguments.text))
     return 0
 
 
-def summary(report: Mapping[str, Any], out: Path) -> str:
-    """Summarise a conversion report in a few lines of text for the terminal."""
+def summary(
+    report: Mapping[str, Any], out: Path, *, source: Path = Path("SOURCE"), text: Path | None = None
+) -> str:
+    """Summarise a conversion report in a few lines of text for the terminal.
+
+    The lines may suggest a command that fine-tunes ``out`` on ``text``, with ``source`` as the teacher.
+    """
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.calibration_line(report["settings"]), _largest_error(report)]
@@ -116,7 +121,9 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
             f"logits: largest difference {difference:.3g}, largest logit {largest:.3g}; "
             f"KL divergence {measures['kl_nats']:.3g} nats"
         )
-    if sentence := lost(measures, out=out):
+    has_links = source.is_dir() and any(path.is_symlink() for path in source.iterdir())
+    paths = {"source": source, "out": out, "text": text or "FILE", "has_links": has_links}
+    if sentence := lost(measures, **paths):
         lines.append(sentence)
     others = []
     if report["settings"].get("norm") == "exact":
@@ -170,24 +177,26 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     with kept or nullcontext():
         if kept is not None:
             converter, options = target(kept)
-        return convert(
+        return convert_with(
             model.checkpoint,
             arguments.out,
             converter,
-            settings={"to": arguments.to, "device": device()} | options | settings,
-            max_shard_size=arguments.max_shard_size,
-            allow_nonfinite=arguments.allow_nonfinite,
-            overwrite=arguments.overwrite,
-            keep=not arguments.no_keep,
-            check=check,
-            progress=not arguments.quiet,
-            add_files=_picture,
+            ConversionOptions(
+                settings={"to": arguments.to, "device": device()} | options | settings,
+                max_shard_size=arguments.max_shard_size,
+                allow_nonfinite=arguments.allow_nonfinite,
+                overwrite=arguments.overwrite,
+                keep=not arguments.no_keep,
+                check=check,
+                add_files=partial(_picture, Start.of(model)),
+                progress=not arguments.quiet,
+            ),
         )
 
 
-def _picture(report: Mapping[str, Any], folder: Path) -> None:
+def _picture(start: Start, report: Mapping[str, Any], folder: Path) -> None:
     with suppress(ImportError):  # matplotlib is optional
-        draw(report, folder)
+        draw(report, folder, start)
 
 
 def _check(arguments: argparse.Namespace, model: CheckpointModel) -> StockCheck:

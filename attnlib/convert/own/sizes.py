@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from ...checkpoint_files.config import plain_config
-from ..bars import steps
+from ...internal.bars import steps
 from ..checkpoint.errors import RequestError
 from ..stock import class_of, quiet
 from ..text.kept import CalibrationStore
@@ -75,7 +75,8 @@ def _found(
             [{int(size): x for size, x in one.items()} for one in known[name]] for name in Found._fields
         )
         return Found(losses, nats)
-    found = found_on(kind, compared, kept.tokens, advance)
+    title = "comparing logits" if progress else None
+    found = found_on(kind, compared, kept.tokens, advance, title=title)
     kept.remember(asked, {name: _plain(value) for name, value in found._asdict().items()})
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...checkpoint_files.folder import CONFIG
 from ...checkpoint_files.plain_json import dump
-from ..bars import bar
+from ...internal.bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.at_once import read_at_once
 from ..checkpoint.conversion import REFUSALS, bytes_of
@@ -158,7 +158,9 @@ class CalibrationStore:
         """Return everything that affects the calibrations: weights, tokens, device type and versions."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
-        hashes = read_at_once(checkpoint.sha256, files, lambda count: None)
+        size = sum(file.size for file in files if file.name not in checkpoint.hashes)
+        with bar("hashing" if self.title and size else None, size, "B") as shown:
+            hashes = read_at_once(checkpoint.sha256, files, shown.update)
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
