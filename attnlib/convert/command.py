@@ -2,30 +2,33 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files.folder import read_folder
+from ..internal.bars import steps
 from ..internal.units import parse_bytes
 from . import targets
-from .bars import steps
 from .check.budget import windows_for
+from .check.config import require_config
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
-from .checkpoint import convert
+from .checkpoint.conversion import ConversionOptions, convert_with, require_target
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.model import CheckpointModel, read_model
 from .checkpoint.report import REPORT
 from .latent.losses import BASELINE
-from .picture import draw
+from .picture import Start, draw
 from .stock import stock
 from .targets import device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
-from .text.kept import CalibrationStore
+from .text.kept import WITHOUT, CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
@@ -90,16 +93,24 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed("interrupted", getattr(error, "__notes__", ["nothing was written"]), 130)
     except (CheckpointError, RequestError, VerificationError, OutputError) as error:
-        return _failed(in_options(str(error)), getattr(error, "__notes__", []), error.exit_code)
+        reason = in_options(str(error))
+        if arguments.norm == "calibrated":
+            reason = reason.replace(WITHOUT, WITHOUT.replace("converts", "with --norm exact converts"))
+        return _failed(reason, getattr(error, "__notes__", []), error.exit_code)
     except ImportError as error:
         return _failed(str(error), [], RequestError.exit_code)
     if not arguments.quiet:
-        print(summary(report, arguments.out))
+        print(summary(report, arguments.out, source=arguments.source, text=arguments.text))
     return 0
 
 
-def summary(report: Mapping[str, Any], out: Path) -> str:
-    """Summarise a conversion report in a few lines of text for the terminal."""
+def summary(
+    report: Mapping[str, Any], out: Path, *, source: Path = Path("SOURCE"), text: Path | None = None
+) -> str:
+    """Summarise a conversion report in a few lines of text for the terminal.
+
+    The lines may suggest a command that fine-tunes ``out`` on ``text``, with ``source`` as the teacher.
+    """
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
     lines += [choice.calibration_line(report["settings"]), _largest_error(report)]
@@ -110,18 +121,17 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
             f"logits: largest difference {difference:.3g}, largest logit {largest:.3g}; "
             f"KL divergence {measures['kl_nats']:.3g} nats"
         )
-    if sentence := lost(measures, out=out):
+    has_links = source.is_dir() and any(path.is_symlink() for path in source.iterdir())
+    paths = {"source": source, "out": out, "text": text or "FILE", "has_links": has_links}
+    if sentence := lost(measures, **paths):
         lines.append(sentence)
+    others = []
     if report["settings"].get("norm") == "exact":
-        lines.append(
-            "loaders: transformers reads the result; those that drop biases, such as vLLM's, need "
-            "--norm calibrated"
-        )
+        others.append("those that drop biases, such as vLLM's, need --norm calibrated")
     if (scaling := report["settings"].get("rope_scaling")) in MISREAD:
-        lines.append(
-            f"loaders: transformers reads the result; vLLM and llama.cpp misread {scaling} rope scaling "
-            "of latent models"
-        )
+        others.append(f"vLLM and llama.cpp misread {scaling} rope scaling of latent models")
+    if others:
+        lines.append("; ".join(["loaders: transformers reads the result", *others]))
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
 
@@ -147,61 +157,78 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     chosen = choice.Choice.of(arguments)
     stock()  # if transformers is missing, fail before the work starts
     source = arguments.source.resolve()
+    require_target(source, Path(os.path.abspath(arguments.out)), overwrite=arguments.overwrite)
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
+    require_config(model.checkpoint)
     if arguments.kv_heads == model.shape.kv_heads:
         chosen, settings = None, {"calibration": choice.NOTHING}
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
     target = target_of(arguments, model, calibrated=chosen is not None)
     converter, options = target(None)  # raises for wrong options before any weights are read
+    check = _check(arguments, model)  # raises if weights are missing, before a text is read
     tokens, kept = None, None
     if chosen is not None:
         tokens, settings = chosen.tokens(source)
         place = chosen.place(arguments.out, is_left=not arguments.no_keep)
         title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
         kept = CalibrationStore(model, tokens, place, device=device(), title=title)
-    check = _check(arguments, model, 0 if tokens is None else tokens.numel())
+    _hold_out(check, arguments, model, used=0 if tokens is None else tokens.numel())
     with kept or nullcontext():
         if kept is not None:
             converter, options = target(kept)
-        report = convert(
+        return convert_with(
             model.checkpoint,
             arguments.out,
             converter,
-            settings={"to": arguments.to, "device": device()} | options | settings,
-            max_shard_size=arguments.max_shard_size,
-            allow_nonfinite=arguments.allow_nonfinite,
-            overwrite=arguments.overwrite,
-            keep=not arguments.no_keep,
-            check=check,
-            progress=not arguments.quiet,
+            ConversionOptions(
+                settings={"to": arguments.to, "device": device()} | options | settings,
+                max_shard_size=arguments.max_shard_size,
+                allow_nonfinite=arguments.allow_nonfinite,
+                overwrite=arguments.overwrite,
+                keep=not arguments.no_keep,
+                check=check,
+                add_files=partial(_picture, Start.of(model)),
+                progress=not arguments.quiet,
+            ),
         )
+
+
+def _picture(start: Start, report: Mapping[str, Any], folder: Path) -> None:
     with suppress(ImportError):  # matplotlib is optional
-        draw(report, arguments.out)
-    return report
+        draw(report, folder, start)
 
 
-def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
-    """Return a check that compares the source and the converted model on held-out text.
-
-    The text is the rest of the user's text after the first ``used`` tokens, which were used for calibration,
-    or the held-out part of the bundled sample.
-    """
-    windows, held = windows_for(model.checkpoint, device()), None
-    if arguments.check_logits is not None:
-        windows = max(1, windows) if arguments.check_logits else 0
-    if windows:
-        text = None if arguments.text is None else read_text(arguments.text)[0]
-        held = held_out(model.checkpoint.folder, text, used=used, windows=windows)
+def _check(arguments: argparse.Namespace, model: CheckpointModel) -> StockCheck:
+    """Return a check that compares the source and the converted model; :func:`_hold_out` chooses the text."""
     return StockCheck(
         model.checkpoint.folder,
-        logits=windows > 0,
-        tokens=None if held is None else held.tokens,
-        text=None if held is None else held.text,
+        logits=_windows(arguments, model) > 0,
         device=device(),
         follow_links=arguments.follow_links,
         advance=steps(None if arguments.quiet else "comparing", 2 * model.depth, " layers"),
     )
+
+
+def _hold_out(check: StockCheck, arguments: argparse.Namespace, model: CheckpointModel, *, used: int) -> None:
+    """Choose the held-out text of ``check``.
+
+    The text is the rest of the user's text after the first ``used`` tokens, which were used for calibration,
+    or the held-out part of the bundled sample.
+    """
+    if windows := _windows(arguments, model):
+        text = None if arguments.text is None else read_text(arguments.text)[0]
+        held = held_out(model.checkpoint.folder, text, used=used, windows=windows)
+        if held is not None:
+            check.tokens, check.text = held
+
+
+def _windows(arguments: argparse.Namespace, model: CheckpointModel) -> int:
+    """Return the number of windows of text to compare the models on."""
+    windows = windows_for(model.checkpoint, device())
+    if arguments.check_logits is None:
+        return windows
+    return max(1, windows) if arguments.check_logits else 0
 
 
 def _bytes(text: str) -> int:

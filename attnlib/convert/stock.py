@@ -57,6 +57,17 @@ def class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
     return loading.class_of(config)
 
 
+def require_buildable(config: "PreTrainedConfig") -> None:
+    """Raise CheckpointError unless transformers can build the model of ``config``, here without memory."""
+    stock()
+    from ..integrations.transformers import loading
+
+    with quiet(), loading.checkpoint_errors("transformers cannot build a model from it"):
+        kind = loading.class_of(config)
+        with torch.device("meta"):
+            kind(config)
+
+
 def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
     """Import and call :func:`attnlib.integrations.transformers.loading.body_class_of`.
 
@@ -69,7 +80,7 @@ def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
         return loading.body_class_of(config)
     except KeyError as error:
         raise CheckpointError(
-            f"{CONFIG}: model_type: expected a language model, got {config.model_type!r}"
+            f"{CONFIG}: model_type: expected a language model, got {config.model_type}"
         ) from error
 
 

@@ -18,11 +18,14 @@ from .checkpoint.source_rope import rope_of
 from .heads.align import Align
 from .heads.converter import StoredMerge, grouped, rotates_alike
 from .heads.recipe import Grouping, recipe
+from .instead import instead
+from .latent.deepseek import check_source
 from .latent.deepseek import converter as latent_converter
 from .latent.norm import Norm, check_biases, check_text
 from .own.grouped import GroupedKind
 from .own.kind import Kind
 from .own.latent import ROPE_DIM, LatentKind
+from .own.measuring import head_of
 from .own.sizes import allotted, cache_bytes, require_loadable, require_room, smallest
 from .text.kept import CalibrationStore
 from .wording import option
@@ -141,8 +144,7 @@ def _to_gqa(
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{model.config['model_type']} cannot load fewer KV heads than query heads; use --to attnlib and "
-            "attnlib.load_pretrained"
+            f"{model.config['model_type']} cannot load fewer KV heads than query heads{instead(model)}"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options
 
@@ -168,6 +170,12 @@ def _to_mla(
     *,
     calibrated: bool,
 ) -> Made:
+    config = model.checkpoint.config
+    scaling = rope_of(config).scaling if model.family.rope else None
+    try:
+        check_source(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{instead(model)}") from error
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
         "q_rank": arguments.q_rank,
@@ -175,10 +183,7 @@ def _to_mla(
         "norm": _norm(arguments.norm, model, calibrated=calibrated),
     }
     with _refusals("--to mla"):
-        made = latent_converter(
-            model.checkpoint.config, arguments.rank, calibrations=calibrations, device=device(), **options
-        )
-        scaling = rope_of(model.checkpoint.config).scaling
+        made = latent_converter(config, arguments.rank, calibrations=calibrations, device=device(), **options)
     reported = {
         "rank": arguments.rank,
         "rope_scaling": None if scaling is None else type(scaling).__name__.removesuffix("Scaling"),
@@ -226,18 +231,19 @@ def _to_own(
     kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
     size = arguments.kv_heads if arguments.rank is None else arguments.rank
     with _refusals("--to attnlib"):
+        sizes = smallest(kind) if size is None else [size] * len(model.layers)
+        try:
+            require_loadable(kind, sizes)
+        except RequestError as error:
+            raise RequestError(f"{error}{instead(model)}") from error
         if size is None:
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
             is_known = calibrations is not None or not calibrated
             require_room(kind, total)
-            sizes = (
-                allotted(kind, total, calibrations, progress=not arguments.quiet)
-                if is_known
-                else smallest(kind)
-            )
-        else:
-            sizes = [size] * len(model.layers)
-        require_loadable(kind, sizes)
+            if calibrated and calibrations is None:
+                head_of(kind)  # raises before the model is calibrated
+            if is_known:
+                sizes = allotted(kind, total, calibrations, progress=not arguments.quiet)
     made = kind.converter(sizes)
     reported = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
     return replace(made, convert_layer=_refusing(made.convert_layer)), reported | dict(kind.options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..convert.checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
+from ..convert.wording import in_options
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -73,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="save a state every N steps (default: an eighth of the steps)",
     )
-    files.add_argument("--windows", type=int, metavar="N", help="held-out sequences per score (default: 256)")
+    files.add_argument(
+        "--windows",
+        type=int,
+        metavar="N",
+        help="held-out sequences per score (default: up to 256)",
+    )
     files.add_argument("--tensorboard", action="store_true", help="also write a log for TensorBoard")
     files.add_argument("--quiet", action="store_true", help="print errors only")
 
@@ -99,7 +105,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     steps = parser.add_argument_group("steps")
     for name, value_type, metavar, help_text in (
-        ("--steps", int, "N", "optimizer steps (default: 1000)"),
+        ("--steps", int, "N", "optimizer steps (default: 1000 on a GPU, 200 on a CPU)"),
         ("--batch", int, "N", "sequences per step, over all ranks (default: 8)"),
         ("--context", int, "N", "tokens per sequence (default: 512)"),
         ("--accumulate", int, "N", "split a batch into N parts to save memory (default: 1)"),
@@ -125,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed("interrupted", getattr(error, "__notes__", ["nothing was written"]), 130)
     except (CheckpointError, RequestError, VerificationError, OutputError) as error:
-        return _failed(str(error), getattr(error, "__notes__", []), error.exit_code)
+        return _failed(in_options(str(error)), getattr(error, "__notes__", []), error.exit_code)
     except ElsewhereError:
         return OutputError.exit_code
     except ImportError as error:
@@ -142,11 +148,21 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
         f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"
         for name in ("original", "before", "after")
     )
-    counts = report["parameters"]
+    counts, run = report["parameters"], report["run"]
+    speed = (
+        "" if run["tokens_per_second"] is None else f" at {run['tokens_per_second']:,.0f} tokens per second"
+    )
+    on = run["device"] if run["ranks"] == 1 else f"{run['ranks']} x {run['device']}"
     return f"""\
-held-out text, bits per byte: {", ".join(scores)}
+held-out text ({report["held_out_tokens"]:,} tokens), bits per byte: {", ".join(scores)}
 trained: {counts["trained"]:,} of {counts["all"]:,} parameters
+time: {_duration(run["seconds"])} on {on}, {run["steps"]:,} steps{speed}
 report: {out / "finetune_report.json"}"""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
 def _settings(arguments: argparse.Namespace) -> "Settings":

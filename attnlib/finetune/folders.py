@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..checkpoint_files.folder import COPIED, read_folder
 from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import CheckpointError, RequestError
+from ..convert.checkpoint.writing import require_writable
 from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
@@ -114,14 +115,20 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def require_separate(source: Path, teacher: Path, out: Path) -> None:
-    """Raise RequestError unless a result can be created at ``out``, outside both input folders."""
+    """Raise an error unless a result can be created at ``out``, outside both input folders.
+
+    Raises:
+        RequestError: ``out`` overlaps an input folder, has no parent folder, or is in use.
+        OutputError: the parent folder is read-only.
+    """
     place = out.parent.resolve() / out.name
     for name, folder in (("SOURCE", source), ("--teacher", teacher)):
         resolved = folder.resolve()
         if place.is_relative_to(resolved) or resolved.is_relative_to(place):
             raise RequestError(f"OUT: expected a folder separate from {name} {folder}, got {out}")
     if not place.parent.is_dir():
-        raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}")
+        raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}; create it")
+    require_writable(place.parent, "OUT: expected a writable parent folder")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise RequestError(
             f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or choose another"

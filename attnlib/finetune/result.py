@@ -1,6 +1,7 @@
 """Write and verify the result of finetuning: the source model with new weights."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,14 +39,16 @@ def write_model(settings: Settings, state: Path, folder: Path) -> None:
     _sync(folder)
 
 
-def check_model(settings: Settings, folder: Path) -> dict[str, str]:
+def check_model(settings: Settings, folder: Path, advance: Callable[[int], object]) -> dict[str, str]:
     """Read the written model again and return the sha256 of each file.
+
+    ``advance`` is called with the number of bytes after each read.
 
     Raises:
         VerificationError: a weight is missing, has the wrong shape or is not finite.
     """
     StockCheck(settings.source, logits=False)(folder, {})
-    files, nonfinite = scan(read_folder(folder), lambda count: None)
+    files, nonfinite = scan(read_folder(folder), advance)
     if nonfinite:
         raise VerificationError(
             f"{', '.join(nonfinite)}: expected finite weights, got {nonfinite}; lower --rate"

@@ -11,13 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint_files.folder import read_folder
 from ..checkpoint_files.plain_json import dump, parse_object
+from ..convert.check.config import require_config
 from ..convert.checkpoint.errors import CheckpointError
 from ..convert.checkpoint.progress import WorkFolder, remove_leftovers
 from ..convert.checkpoint.scan import scan
-from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
+from ..convert.checkpoint.writing import add_kept, clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
 from ..convert.text.freed import give_back
 from ..convert.text.tokens import read_text
+from ..internal.bars import bar
 from .corpus import Corpus
 from .distillation import Speaker
 from .folders import (
@@ -30,6 +32,7 @@ from .folders import (
     tokenizer_folder,
 )
 from .log import BOARD, NAME, Log, board_writer
+from .pace import Pace
 from .picture import draw
 from .ranks import WorkerGroup, meet
 from .result import check_model, write_model
@@ -40,7 +43,7 @@ from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
 TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
-ADVICE = "finished steps are saved: run the same command again to resume"
+SAVED = "finished steps are saved"
 
 
 def finetune(settings: Settings) -> dict[str, object]:
@@ -64,33 +67,37 @@ def finetune(settings: Settings) -> dict[str, object]:
     stock()
     require_separate(settings.source, settings.teacher, settings.out)
     for folder in (settings.source, settings.teacher):
-        read_folder(folder)
-    with meet(settings.device) as ranks, clean_errors(ADVICE), ExitStack() as held:
+        require_config(read_folder(folder))
+    with meet(settings.device) as ranks, clean_errors(), ExitStack() as held:
         settings.check_parts(ranks.size)
         folder = tokenizer_folder(settings.source, settings.teacher)
         corpus = Corpus.read(settings.text, folder, context=settings.context)
-        for model in (settings.source, settings.teacher):
-            require_tokens(torch.cat((corpus.train, corpus.held_out)), model)
         claimed: list[WorkFolder] = []
         path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:
             return _finetune(settings, corpus, path, ranks, claimed[0] if claimed else None)
         except BaseException as error:
-            if path.exists():
-                error.add_note(f"{path}: {ADVICE}")
+            if path.exists() and isinstance(error, ValueError):  # the same command would raise it again
+                error.add_note(f"{path}: {SAVED}")
+            elif path.exists():
+                add_kept(error, path, SAVED)
             raise
 
 
 def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
     """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
     require_pair(settings.source, settings.teacher, read_text(settings.text[0])[0])
+    for folder in (settings.source, settings.teacher):  # after vocab_size was compared with the weights
+        require_tokens(torch.cat((corpus.train, corpus.held_out)), folder)
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)
     inputs = {}
     for name, folder in (("source", settings.source), ("teacher", settings.teacher)):
         checkpoint = read_folder(folder)
-        files, nonfinite = scan(checkpoint, lambda count: None)
+        size = sum(file.size for file in checkpoint.files)
+        with bar(None if settings.quiet else f"hashing the {name}", size, "B") as shown:
+            files, nonfinite = scan(checkpoint, shown.update)
         if nonfinite:
             raise CheckpointError(f"{folder}: expected finite weights, got {nonfinite}")
         inputs[name] = {file: found["sha256"] for file, found in files.items()}
@@ -104,9 +111,11 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
+    work.tidy()
     # A new state is written beside the old one, and the result beside the last one.
     state, result = bytes_written(settings)
-    require_room(target.parent, state, max(state, result), 16)
+    first = 0 if (work.folder / STATE).exists() else state
+    require_room(target.parent, first, max(state, result), 16)
     work.begin()
     claimed.append(work)
     return str(work.folder)
@@ -115,46 +124,64 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
 def _finetune(
     settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, work: WorkFolder | None
 ) -> dict[str, object]:
-    windows = corpus.windows(settings.context, limit=settings.windows)
+    windows, pace = corpus.windows(settings.context, limit=settings.scored_windows), Pace()
+    shows = ranks.is_first and not settings.quiet
 
-    def bits(speaker: Speaker) -> float:
-        return held_out_bits(speaker, windows, settings.recipe, ranks)
+    def bits(speaker: Speaker, name: str) -> float:
+        with bar(f"scoring {name}" if shows else None, len(windows), " windows", stays=False) as shown:
+            return held_out_bits(speaker, windows, settings.recipe, ranks, shown.update)
 
-    original, curve, counted = _learn(settings, corpus, folder, ranks, bits)
+    original, curve, counted = _learn(settings, corpus, folder, ranks, bits, pace)
     give_back()
     made = folder / "checkpoint"
-    ranks.on_first(lambda: _write(settings, folder / STATE, made))
-    with _speaker(made, settings, ranks, learns=False) as result:
-        scores = {"original": original, "before": curve[0][1], "after": bits(result)}
-    report = ranks.on_first(lambda: _finish(settings, corpus, curve, scores, counted, work))
+    with bar("writing the result" if shows else None, 1, " models") as shown:
+        ranks.on_first(lambda: _write(settings, folder / STATE, made))
+        shown.update()
+    with _speaker(made, settings, ranks, "the result", learns=False) as result:
+        scores = {"original": original, "before": curve[0][1], "after": bits(result, "the result")}
+    measured = {"held_out_tokens": windows[:, 1:].numel(), "run": pace.report(ranks.device, ranks.size)}
+    report = ranks.on_first(lambda: _finish(settings, corpus, curve, scores, counted | measured, work))
     return parse_object(report.encode(), REPORT)
 
 
 def _learn(
-    settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, bits: Callable[[Speaker], float]
-) -> tuple[float, Curve, dict[str, int]]:
+    settings: Settings,
+    corpus: Corpus,
+    folder: Path,
+    ranks: WorkerGroup,
+    bits: Callable[[Speaker, str], float],
+    pace: Pace,
+) -> tuple[float, Curve, dict[str, object]]:
     """Train or resume; return the teacher's score, the student's curve and the parameter counts."""
     recipe = settings.recipe
     log = Log(folder, board=settings.tensorboard) if ranks.is_first else None
     with (
         nullcontext() if log is None else closing(log),
-        _speaker(settings.teacher, settings, ranks, learns=False) as teacher,
-        _speaker(settings.source, settings, ranks, learns=True) as student,
+        _speaker(settings.teacher, settings, ranks, "the original", learns=False) as teacher,
+        _speaker(settings.source, settings, ranks, "the converted model", learns=True) as student,
     ):
-        original = bits(teacher)
+        original = bits(teacher, "the original")
         batches = corpus.batches(
             count=recipe.steps, batch=recipe.batch, context=recipe.context, seed=settings.seed
         )
-        run = TrainingRun(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
-        curve = train(student, teacher, batches, recipe, lambda: bits(student), run)
+        run = TrainingRun(folder / STATE, settings.out.name, ranks, log, not settings.quiet, pace)
+        curve = train(student, teacher, batches, recipe, lambda: bits(student, "the student"), run)
         return original, curve, _counts(student)
 
 
 @contextmanager
-def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bool) -> Iterator[Speaker]:
-    """Load a folder's model onto the device, sharded over the ranks; only a student gets gradients."""
+def _speaker(
+    folder: Path, settings: Settings, ranks: WorkerGroup, name: str, *, learns: bool
+) -> Iterator[Speaker]:
+    """Load a folder's model onto the device, sharded over the ranks; only a student gets gradients.
+
+    A progress bar calls the model ``name``.
+    """
     dtype = torch.float32 if learns or not settings.half else torch.bfloat16
-    model = load(folder, dtype)
+    shows = ranks.is_first and not settings.quiet
+    with bar(f"loading {name}" if shows else None, 1, " models") as shown:
+        model = load(folder, dtype)
+        shown.update()
     attention, layers = attention_layers(model), decoder_layers(model)
     model.train(learns)
     if learns:
@@ -171,12 +198,11 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
         yield speaker
 
 
-def _counts(student: Speaker) -> dict[str, int]:
+def _counts(student: Speaker) -> dict[str, object]:
+    """Return the entry ``parameters`` of the report."""
     parameters = list(student.model.parameters())
-    return {
-        "trained": sum(x.numel() for x in parameters if x.requires_grad),
-        "all": sum(x.numel() for x in parameters),
-    }
+    trained = sum(x.numel() for x in parameters if x.requires_grad)
+    return {"parameters": {"trained": trained, "all": sum(x.numel() for x in parameters)}}
 
 
 def _write(settings: Settings, state: Path, made: Path) -> str:
@@ -190,12 +216,14 @@ def _finish(
     corpus: Corpus,
     curve: Curve,
     scores: Mapping[str, float],
-    counted: Mapping[str, int],
+    counted: Mapping[str, object],
     work: WorkFolder,
 ) -> str:
     """Write the files beside the weights, move the result into place and return the report as JSON."""
     made = work.checkpoint
-    outputs = check_model(settings, made)
+    size = sum(path.stat().st_size for path in made.iterdir())
+    with bar(None if settings.quiet else "verifying", size, "B") as shown:
+        outputs = check_model(settings, made, shown.update)
     per_byte = {name: bits / corpus.bytes_per_token for name, bits in scores.items()}
     shutil.copyfile(work.folder / NAME, made / NAME)
     if (work.folder / BOARD).exists():
@@ -210,7 +238,7 @@ def _finish(
             made / PICTURE,
         )
     report = work.identity | {
-        "parameters": dict(counted),
+        **counted,
         "held_out_bits_per_byte": per_byte,
         "held_out_perplexity": {name: 2**bits for name, bits in scores.items()},
         "curve_bits_per_byte": points,

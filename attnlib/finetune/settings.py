@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from ..convert.checkpoint.errors import RequestError
@@ -15,6 +16,12 @@ Precision = Literal["bf16", "fp32"]
 # models higher ones. For a model with 600,000 parameters, 3e-3 is best for the weights and 1e-2 for adapters.
 RATE, LORA_RATE = 3e-4, 1e-3
 POINTS = 8  # by default, the model is scored this many times during training
+# Default numbers of steps. A step of a model with 135M weights takes about 40 s on two CPU cores.
+STEPS = MappingProxyType({"cuda": 1000, "cpu": 200})
+# A step takes at least as long as three forward passes over its batch: one of the teacher, and two for the
+# student's forward and its backward through attention only. By default, scores take at most SHARE of the time
+# of the steps, and read at most MOST windows.
+PASSES, SHARE, MOST = 3, 0.1, 256
 # Options that do not identify a run: input files are identified by content, the others change no result.
 PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")
 
@@ -27,7 +34,7 @@ class Settings:
     out: Path
     teacher: Path
     text: tuple[Path, ...]
-    steps: int = 1000
+    steps: int | None = None
     batch: int = 8
     context: int = 512
     rate: float | None = None
@@ -47,7 +54,7 @@ class Settings:
     precision: Precision | None = None
     checkpointing: bool = False
     save_every: int | None = None
-    windows: int = 256
+    windows: int | None = None
     seed: int = 0
     device: str = "cpu"
     tensorboard: bool = False
@@ -89,14 +96,26 @@ class Settings:
         return self.precision == "bf16" if self.precision is not None else self.device == "cuda"
 
     @property
+    def scored_windows(self) -> int:
+        """The number of held-out windows per score."""
+        if self.windows is not None:
+            return self.windows
+        recipe = self.recipe
+        scores = 3 + -(
+            -recipe.steps // recipe.every
+        )  # also of the original, the start and the written result
+        return max(1, min(MOST, int(SHARE * PASSES * recipe.steps * recipe.batch / scores)))
+
+    @property
     def recipe(self) -> Recipe:
         """The training recipe for these options."""
+        steps = STEPS[self.device] if self.steps is None else self.steps
         return Recipe(
-            self.steps,
+            steps,
             self.batch,
             self.context,
             self.rate or (LORA_RATE if self.lora else RATE),
-            self.save_every or -(-self.steps // POINTS),
+            self.save_every or -(-steps // POINTS),
             layerwise=self.layerwise,
             objective=self.objective,
             warm_up=self.warm_up,
@@ -111,6 +130,8 @@ class Settings:
         options = {name: value for name, value in asdict(self).items() if name not in PLACES}
         recipe = self.recipe
         return options | {
+            "steps": recipe.steps,
+            "windows": self.scored_windows,
             "rate": recipe.rate,
             "save_every": recipe.every,
             "precision": "bf16" if self.half else "fp32",

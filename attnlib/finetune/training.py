@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -13,19 +14,21 @@ from torch import Tensor, nn
 from ..convert.checkpoint.errors import VerificationError
 from .distillation import Speaker, differences, layerwise, text_bits
 from .log import Log
+from .pace import Pace
 from .ranks import WorkerGroup, whole
 from .recipe import Recipe
 from .state import Curve, load_state, save_state
 
 
 class TrainingRun(NamedTuple):
-    """A training run: the file that stores its state, its name, the ranks that take part, and its log."""
+    """A training run: its state's file, its name, the ranks that take part, its log, and its pace."""
 
     state: Path
     label: str
     ranks: WorkerGroup
     log: Log | None = None
     bar: bool = True
+    pace: Pace | None = None
 
 
 def train(
@@ -57,7 +60,10 @@ def train(
     for step, tokens in enumerate(_bar(islice(batches, done, None), recipe, done, run), done):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate_at(step)
+        since = monotonic()
         losses = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
+        if run.pace is not None:
+            run.pace.add(recipe.batch * recipe.context, since)
         if not math.isfinite(losses["loss"]):
             raise VerificationError(
                 f"loss: expected a number, got {losses['loss']} in step {step + 1}; lower the rate"
@@ -112,8 +118,17 @@ def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
 
 
-def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: WorkerGroup) -> float:
-    """Return a model's mean bits per token on ``windows`` ``[n, t + 1]``; each rank computes some of them."""
+def held_out_bits(
+    model: Speaker,
+    windows: Tensor,
+    recipe: Recipe,
+    ranks: WorkerGroup,
+    advance: Callable[[int], object] = lambda count: None,
+) -> float:
+    """Return a model's mean bits per token on ``windows`` ``[n, t + 1]``; each rank computes some of them.
+
+    ``advance`` is called with the number of windows after each batch, over all ranks.
+    """
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
     missing = -len(windows) % ranks.size  # pad, because every rank must call the model equally often
     weights = torch.ones(len(windows) + missing)
@@ -124,6 +139,7 @@ def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: Worker
             with autocast(ranks.device, recipe):
                 logits = model(rows[:, :-1])
             sums += (text_bits(logits, rows).mean(1) * counted).sum()
+            advance(len(rows) * ranks.size)
     return ranks.mean(sums).item() * ranks.size / len(windows)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from attnlib.convert.checkpoint import (
     CheckpointError,
     ConvertedLayer,
+    OutputError,
     RequestError,
     VerificationError,
     convert,
@@ -275,8 +276,11 @@ def test_a_source_inside_the_target_is_refused(tmp_path):
 def test_a_read_only_parent_is_refused(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "in", llama())
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(RequestError, match="a writable parent folder"):
+    with pytest.raises(
+        OutputError, match=r"a writable parent folder, .* read-only; choose another OUT"
+    ) as error:
         run(source, tmp_path / "out")
+    assert error.value.exit_code == 1
 
 
 def test_an_empty_folder_is_filled(tmp_path):

@@ -172,7 +172,8 @@ def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
     worst = max(max(row["key_error"], row["value_error"]) for row in report["layers"])
     assert "cache bytes per token: 768 before, 192 after" in printed
     assert f"{worst:.3g} in layer" in printed
-    assert lost.lost(measures, out=tmp_path / "out") in printed
+    paths = {"source": sources["llama"], "out": tmp_path / "out", "text": tmp_path / "text"}
+    assert lost.lost(measures, **paths) in printed
     assert f"report: {tmp_path / 'out' / REPORT}" in printed
 
 
@@ -461,11 +462,11 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
             ("--rank", "9", "--norm", "calibrated"),
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
-        ("dynamic", ("--rank", "9"), "got DynamicNTKScaling; use gqa_to_mla or --to attnlib"),
+        ("dynamic", ("--rank", "9"), "got DynamicNTKScaling; use --to attnlib"),
         (
             "llama",
             ("--rank", "9", "--norm", "calibrated", "--no-calibration"),
-            '--norm: "calibrated" needs a calibration on text, got weights alone; use --norm exact',
+            "--norm: calibrated needs a calibration on text, got weights alone; use --norm exact",
         ),
     ],
 )

@@ -282,14 +282,14 @@ PLAIN = {"model_type": "llama", **SIZES}
     [
         (
             {"model_type": "qwen3"},
-            "model_type: expected one of llama, mistral, qwen2.* got 'qwen3', .* --to gqa keeps",
+            "model_type: expected one of llama, mistral, qwen2.* got qwen3, which has q_norm",
         ),
         (
             {"model_type": "olmo2"},
-            "got 'olmo2', which has q_norm and k_norm that scale each token differently",
+            "got olmo2, which has q_norm and k_norm that scale each token differently",
         ),
-        ({"model_type": "gemma"}, "got 'gemma'; use --to gqa or --to attnlib"),
-        ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got 'nobody'$"),
+        ({"model_type": "gemma"}, "got gemma$"),
+        ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got nobody$"),
         ({"model_type": ["llama"]}, "model_type: expected one of llama, mistral, qwen2.* got "),
         ({"model_type": "mistral", "sliding_window": 64}, "expected no sliding window"),
         ({"model_type": "mistral"}, "expected no sliding window"),

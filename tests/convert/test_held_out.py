@@ -159,7 +159,7 @@ SAID = {
 def test_what_was_lost_in_a_sentence(changed, wanted):
     said = lost(SAID | changed, source="in", out="out")
     assert wanted in said
-    assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == (
+    assert ("python -m attnlib finetune out out-healed --teacher in --text FILE" in said) == (
         "no loss to recover" not in said
     )
 

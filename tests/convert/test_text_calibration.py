@@ -271,7 +271,9 @@ def test_a_source_without_a_tokenizer_that_opens(tmp_path):
         tokens_of(tmp_path, TEXT, samples=1, length=5)
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected one that transformers opens"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json.*: expected a tokenizer that transformers opens"
+    ):
         tokens_of(tmp_path, TEXT, samples=1, length=5)
 
 
@@ -354,5 +356,5 @@ def test_a_config_that_transformers_refuses(tmp_path, sources):
     config = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
     add_tokenizer(tmp_path / "in")
-    with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot read it: .*rms_norm_eps"):
+    with pytest.raises(CheckpointError, match=r"config\.json: rms_norm_eps: expected float, got str small; "):
         streamed(tmp_path / "in", torch.ones(1, 5, dtype=torch.int64))(0)

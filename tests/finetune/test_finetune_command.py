@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 import attnlib
 from attnlib.__main__ import main
 from attnlib.convert.checkpoint.writing import only_one
-from attnlib.finetune import run, training
+from attnlib.finetune import command, run, training
 from attnlib.finetune.run import PICTURE, REPORT, STATE
 
 
@@ -458,3 +458,37 @@ def test_the_summary_names_what_was_lost_and_found(folders, tmp_path, capsys):
     assert main(args) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("original", "before", "after", "perplexity", REPORT))
+    report = json.loads((tmp_path / "out" / REPORT).read_text())
+    tokens, run = report["held_out_tokens"], report["run"]
+    assert tokens == 16 * report["settings"]["windows"]
+    assert f"held-out text ({tokens:,} tokens), bits per byte: original" in printed
+    assert (run["device"], run["ranks"], run["steps"]) == ("cpu", 1, 1)
+    assert 0 < run["step_seconds"] < run["seconds"]
+    assert run["tokens_per_second"] == pytest.approx(16 / run["step_seconds"], rel=0.1)
+    speed = f"{run['tokens_per_second']:,.0f} tokens per second"
+    assert f"time: 0 min {round(run['seconds'])} s on cpu, 1 steps at {speed}" in printed
+
+
+def test_all_that_takes_long_has_a_bar(folders, tmp_path, capsys):
+    given = ["finetune", folders / "half", tmp_path / "out", "--teacher", folders / "original", "--text"]
+    given += [folders / "text", "--steps", 4, "--context", 16, "--batch", 2, "--device", "cpu"]
+    assert main([str(x) for x in given]) == 0
+    shown = capsys.readouterr().err
+    for title in (
+        *("hashing the source", "hashing the teacher", "loading the original", "loading the converted model"),
+        *("scoring the original", "scoring the student", "scoring the result", "loading the result"),
+        *("writing the result", "verifying", "out"),
+    ):
+        bars = [line for line in re.split("[\r\n]", shown) if line.startswith(f"{title}: ")]
+        assert bars, title
+        assert title.startswith("scoring") or "100%" in bars[-1], bars
+
+
+def test_quiet_is_quiet(folders, tmp_path, capsys):
+    assert heal(folders, tmp_path / "out") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(59.6, "1 min 0 s"), (3.2, "0 min 3 s"), (7384, "2 h 3 min")])
+def test_a_duration(seconds, said):
+    assert command._duration(seconds) == said

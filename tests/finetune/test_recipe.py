@@ -86,3 +86,24 @@ def test_matrices_alone_decay_and_what_is_frozen_is_nobodys():
     decayed, kept = make_optimizer(model, Recipe(9, 4, 16, 2e-3, 3, decay=0.25)).param_groups
     assert ([*decayed["params"]], decayed["weight_decay"]) == ([model[0].weight], 0.25)
     assert (len(kept["params"]), kept["weight_decay"]) == (3, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("steps", [None, 1, 30, 100, 5000])
+@pytest.mark.parametrize("more", [{}, {"save_every": 1}, {"batch": 64}], ids=str)
+def test_scores_take_a_tenth_of_the_time_at_most(device, steps, more):
+    settings = Settings(**PLACES, device=device, steps=steps, **more)
+    recipe, windows = settings.recipe, settings.scored_windows
+    assert recipe.steps == steps or (steps is None and recipe.steps == {"cpu": 200, "cuda": 1000}[device])
+    points = sum(recipe.is_point(step) for step in range(1, recipe.steps + 1))
+    scores = 3 + points  # of the original, the start and the result, too
+    passes = 3 * recipe.steps * recipe.batch  # a step is a forward of each model and a backward
+    assert windows == 1 or windows * scores <= 0.1 * passes
+    assert windows in (1, 256) or (windows + 1) * scores > 0.1 * passes
+    assert settings.identity()["windows"] == windows
+    assert settings.identity()["steps"] == recipe.steps
+
+
+def test_windows_that_are_given_are_taken():
+    settings = Settings(**PLACES, steps=10, windows=77)
+    assert settings.scored_windows == settings.identity()["windows"] == 77

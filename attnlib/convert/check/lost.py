@@ -1,6 +1,7 @@
 """Decide from layer errors if a conversion lost quality, and describe the loss by perplexities and KL."""
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from ..checkpoint.verify import Errors
@@ -12,8 +13,7 @@ LOSSLESS = 1e-6  # all layer errors below this count as fp32 rounding, so nothin
 NOTICED = 1e-3
 RETURNS = (
     "fine-tuning usually recovers most of the loss (in docs/conversion.md a small model with half of its KV "
-    "heads came back to within 1 % of its bits per byte in 1,000 steps): "
-    "python -m attnlib finetune {out} HEALED --teacher {source} --text FILE"
+    "heads came back to within 1 % of its bits per byte in 1,000 steps):\n"
 )
 
 
@@ -28,11 +28,19 @@ def own_errors(errors: Mapping[str, float | None]) -> dict[str, float | None]:
     return {name: error for name, error in errors.items() if not name.startswith(BASELINE)}
 
 
-def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object = "OUT") -> str | None:
+def lost(
+    measures: Mapping[str, Any],
+    *,
+    source: object = "SOURCE",
+    out: object = "OUT",
+    text: object = "FILE",
+    has_links: bool = False,
+) -> str | None:
     """Return a line about the perplexity before and after; None if no perplexity was measured.
 
-    If quality was lost, the line suggests a command for fine-tuning, in which ``source`` and ``out`` are the
-    names of the folders.
+    If quality was lost, a second line has a command for fine-tuning, to copy into a shell. ``source``,
+    ``out`` and ``text`` are the paths in it. A source that ``has_links`` is copied without links first,
+    because finetune accepts none.
     """
     if "perplexity_before" not in measures:
         return None
@@ -43,7 +51,18 @@ def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object 
         if measures["kl_nats"] <= NOTICED:
             return f"{line}: no loss to recover by fine-tuning"
         line += f", but a KL divergence of {measures['kl_nats']:.3g} nats from the source"
-    return f"{line}; {RETURNS.format(source=source, out=out)}"
+    return f"{line}; {RETURNS}{_command(source, out, text, has_links=has_links)}"
+
+
+def _command(source: object, out: object, text: object, *, has_links: bool) -> str:
+    """Return the command that fine-tunes ``out``, with paths quoted for a shell."""
+    copied = f"{source}-files"
+    copy = f"cp -rL {quote(str(source))} {quote(copied)} && " if has_links else ""
+    teacher, healed = quote(copied if has_links else str(source)), quote(f"{out}-healed")
+    return (
+        f"  {copy}python -m attnlib finetune {quote(str(out))} {healed} --teacher {teacher} "
+        f"--text {quote(str(text))}"
+    )
 
 
 def _number(perplexity: float | None) -> str:

@@ -8,11 +8,11 @@ before a byte is written. Files appear only when complete (``writing.py``), an i
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from ...checkpoint_files.plain_json import dump, parse_object
+from ...internal.bars import bar, steps
 from ...internal.signatures import kind
 from ...models.own_form import plain_form, with_layers
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
@@ -30,8 +31,18 @@ from .progress import WorkFolder, remove_leftovers
 from .report import REPORT, make_report, plain_errors
 from .scan import scan
 from .verify import Check, run_check, verify_shards
-from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
+from .writing import (
+    add_kept,
+    clean_errors,
+    new_file,
+    only_one,
+    require_room,
+    require_writable,
+    sigterm_waits,
+    write_file,
+)
 
+AddFiles = Callable[[Mapping[str, Any], Path], object]
 # The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 # Increment the number if a change to this code makes equal requests write different bytes.
@@ -79,63 +90,113 @@ def convert(
         NoSpaceError: 5, the disk is full or a quota is exhausted.
         OutputError: 1, the result cannot be written for another reason.
     """
+    options = ConversionOptions(
+        settings or {}, max_shard_size, allow_nonfinite, overwrite, keep, check, progress=progress
+    )
+    return convert_with(source, out, convert_layer, options)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """The options of :func:`convert` by name.
+
+    ``add_files`` is called with the report and the finished folder, to add files such as a picture before the
+    folder is moved to its place.
+    """
+
+    settings: Mapping[str, object]
+    max_shard_size: int
+    allow_nonfinite: bool
+    overwrite: bool
+    keep: bool
+    check: Check | None
+    add_files: AddFiles | None = None
+    progress: bool = True
+
+    def title(self, phase: str) -> str | None:
+        """Return the title of a phase's progress bar; None hides the bar."""
+        return phase if self.progress else None
+
+
+def convert_with(
+    source: str | os.PathLike[str] | Checkpoint,
+    out: str | os.PathLike[str],
+    convert_layer: LayerConverter,
+    options: ConversionOptions,
+) -> dict[str, object]:
+    """Convert as :func:`convert` does; raises the same errors."""
     read = source if isinstance(source, Checkpoint) else None
     source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
-    if type(max_shard_size) is not int or max_shard_size < 1:
-        raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    settings = parse_object(dump(settings or {}), "settings")  # now equal to settings read back from disk
-    _require_apart(source, target)
+    if type(options.max_shard_size) is not int or options.max_shard_size < 1:
+        raise RequestError(
+            f"max_shard_size: expected a positive number of bytes, got {options.max_shard_size!r}"
+        )
+    settings = parse_object(dump(options.settings), "settings")  # now equal to settings read back from disk
+    require_target(source, target, overwrite=options.overwrite)
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
-        _require_free(target, overwrite)
+        _require_free(target, options.overwrite)
         model = read_model(read_folder(source) if read is None else read)
-        with _bar(model, progress) as bar:
-            bar.set_description_str("hashing")
-            inputs, nonfinite = scan(model.checkpoint, bar.update)
-            if nonfinite and not allow_nonfinite:
-                listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
-                raise CheckpointError(
-                    f"{listed}: expected finite weights; pass allow_nonfinite=True to copy them"
-                )
-            layers = ConvertedLayers(model, convert_layer)
-            plan = make_plan(layers, max_shard_size)
-            request = {"settings": settings, "max_shard_size": max_shard_size, "inputs": inputs}
-            request |= {"tool": TOOL, "torch": str(torch.__version__), "allow_nonfinite": allow_nonfinite}
-            work = WorkFolder(target, request)
-            work.resume(shard.name for shard in plan.shards)
-            _require_room(work, plan, model, unfinished)
-            with _resumable(work, keep):
-                return _write(work, plan, layers, nonfinite, check, bar)
+        size = sum(file.size for file in model.checkpoint.files)
+        with bar(options.title("hashing"), size, "B") as hashing:
+            inputs, nonfinite = scan(model.checkpoint, hashing.update)
+        if nonfinite and not options.allow_nonfinite:
+            listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
+            raise CheckpointError(
+                f"{listed}: expected finite weights; pass allow_nonfinite=True to copy them"
+            )
+        converted = steps(options.title("converting"), len(model.layers), " layers")
+        layers = ConvertedLayers(model, convert_layer, converted)
+        plan = make_plan(layers, options.max_shard_size)
+        request = {"settings": settings, "max_shard_size": options.max_shard_size, "inputs": inputs}
+        request |= {"tool": TOOL, "torch": str(torch.__version__), "allow_nonfinite": options.allow_nonfinite}
+        work = WorkFolder(target, request)
+        work.resume(shard.name for shard in plan.shards)
+        work.tidy()  # before free space is counted
+        _require_room(work, plan, model, unfinished)
+        with _resumable(work, options.keep):
+            with bar(options.title("writing"), _bytes(plan), "B") as writing:
+                _write_shards(work, plan, layers, writing.update)
+            return _finish(work, plan, model, nonfinite, options)
 
 
-def _write(
-    work: WorkFolder, plan: Plan, layers: ConvertedLayers, nonfinite: Mapping, check: Check | None, bar
-) -> dict[str, object]:
-    """Write the missing files, verify the whole result, move it into place, and return the report."""
-    model, finite = layers.model, not work.identity["allow_nonfinite"]
+def _write_shards(
+    work: WorkFolder, plan: Plan, layers: ConvertedLayers, advance: Callable[[int], object]
+) -> None:
+    """Write the missing shards, and save the progress after each."""
+    finite = not work.identity["allow_nonfinite"]
     work.begin()
-    bar.total = bar.n + 2 * sum(shard.nbytes for shard in plan.shards)
-    bar.set_description_str("writing")
+    missing = {shard.name for shard in plan.shards} - {*work.shards}
+    wanted = {x.layer for shard in plan.shards if shard.name in missing for x in shard.outputs.values()}
+    for index in {*layers.model.layers} - wanted:
+        layers.skip(index)
     for shard in plan.shards:
         if shard.name in work.shards:
-            bar.update(shard.nbytes)
+            advance(shard.nbytes)
             continue
         with sigterm_waits():
-            work.shards[shard.name] = _write_shard(work.checkpoint, shard, layers, finite, bar.update)
+            work.shards[shard.name] = _write_shard(work.checkpoint, shard, layers, finite, advance)
             work.layers |= {str(index): plain_errors(errors) for index, errors in layers.errors.items()}
             work.forms |= {str(index): plain_form(form) for index, form in layers.forms.items()}
             work.save()
+
+
+def _finish(
+    work: WorkFolder, plan: Plan, model: CheckpointModel, nonfinite: Mapping, options: ConversionOptions
+) -> dict[str, object]:
+    """Write the other files, verify the whole result, move it into place, and return the report."""
     if work.forms:
         forms = [work.forms[str(index)] for index in model.layers]
         plan = replace(plan, config=with_layers(plan.config, forms))
     outputs = work.shards | _write_rest(work.checkpoint, plan, model, work.identity["inputs"])
-    bar.set_description_str("verifying")
-    if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
+    with bar(options.title("verifying"), _bytes(plan), "B") as verifying:
+        changed = verify_shards(work.checkpoint, plan, work.shards, verifying.update)
+    if changed:
         work.forget(changed)
         raise DamageError(
             f"{', '.join(changed)}: expected the bytes that were written, got others; check the disk"
         )
-    checked = run_check(check, work.checkpoint, work.layers)
+    checked = run_check(options.check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
         file.check()
     report = make_report(
@@ -148,6 +209,8 @@ def _write(
         checked=checked,
     )
     write_file(work.checkpoint, REPORT, dump(report))
+    if options.add_files is not None:
+        options.add_files(report, work.checkpoint)
     work.finish()
     if not report["verified"]:
         raise VerificationError(f"{work.target}: written, but marked as not verified: {report['reason']}")
@@ -207,14 +270,27 @@ def bytes_of(tensor: Tensor) -> bytearray:
     return data
 
 
-def _require_apart(source: Path, target: Path) -> None:
-    """Raise RequestError unless ``target`` can be created outside the source folder."""
+def require_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Raise an error unless the result of a conversion can be placed at ``target``.
+
+    Raises:
+        RequestError: ``target`` overlaps the source, has no parent folder, or is in use.
+        OutputError: the parent folder, or a result to replace, is read-only.
+    """
     parent = target.parent.resolve()
     place = parent / target.name
     if place.is_relative_to(source) or source.is_relative_to(place):
         raise RequestError(f"out: expected a folder outside the source {source}, got {target}")
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RequestError(f"out: expected a writable parent folder, got {parent}")
+    if not parent.is_dir():
+        raise RequestError(f"out: expected a writable parent folder, got {parent}; create it")
+    require_writable(parent, "out: expected a writable parent folder")
+    # convert() removes what a killed run left beside its finished result, before it asks the same.
+    if not any(
+        path.name.startswith((f"{target.name}.partial-", f"{target.name}.lock")) for path in parent.iterdir()
+    ):
+        _require_free(target, overwrite)
+    if target.exists():
+        require_writable(target, "out: expected a result that may be replaced")
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
@@ -247,26 +323,17 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
     """Keep finished shards if the block raises; remove them after one of REFUSALS or without ``keep``."""
-    advice = "finished work is kept: run the same command again to resume"
     try:
-        with clean_errors(advice if keep else "finished work is removed"):
+        with clean_errors(None if keep else "finished work is removed"):
             yield
     except BaseException as error:
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
         if keep and not refused:
-            error.add_note(f"{work.folder}: {advice}")
+            add_kept(error, work.folder, "finished work is kept")
         else:
             work.abandon()
         raise
 
 
-def _bar(model: CheckpointModel, progress: bool):
-    from tqdm import tqdm  # always installed: huggingface_hub depends on it
-
-    return tqdm(
-        total=3 * sum(file.size for file in model.checkpoint.files),
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-    )
+def _bytes(plan: Plan) -> int:
+    return sum(shard.nbytes for shard in plan.shards)

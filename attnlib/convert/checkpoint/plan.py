@@ -1,7 +1,7 @@
 """Plan the converted folder before writing it: every tensor, the file for each, and the new config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -53,14 +53,29 @@ def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:
 
 
 class ConvertedLayers:
-    """A model's layers, converted on demand; the latest one is retained until another is requested."""
+    """A model's layers, converted on demand; the latest one is retained until another is requested.
 
-    def __init__(self, model: CheckpointModel, convert_layer: LayerConverter):
+    ``advance`` is called once for each layer, after its first conversion or by :meth:`skip`.
+    """
+
+    def __init__(
+        self,
+        model: CheckpointModel,
+        convert_layer: LayerConverter,
+        advance: Callable[[], object] = lambda: None,
+    ):
         self.model = model
+        self._advance, self._counted = advance, set()
         self.convert_layer: LayerConverter = convert_layer
         self.errors: dict[int, dict[str, float]] = {}
         self.forms: dict[int, LayerForm] = {}
         self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
+
+    def skip(self, index: int) -> None:
+        """Count a layer as converted, for example because an earlier run has written it."""
+        if index not in self._counted:
+            self._counted.add(index)
+            self._advance()
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of a converted layer by their full names."""
@@ -107,6 +122,7 @@ class ConvertedLayers:
             if converted.form is not None:
                 self.forms[index] = converted.form
             self._last = index, converted, tensors
+            self.skip(index)
         return self._last
 
 

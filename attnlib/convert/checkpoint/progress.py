@@ -54,12 +54,19 @@ class WorkFolder:
             if has_sha256(self.checkpoint / name, done["shards"][name]):
                 self.shards[name] = done["shards"][name]
 
+    def tidy(self) -> None:
+        """Remove all files of an earlier run except finished shards, for example a part of a shard.
+
+        They would be replaced, so the free space is counted without them.
+        """
+        for path in self.checkpoint.iterdir() if is_left(self.checkpoint) else ():
+            if path.name not in self.shards:
+                remove(path)
+
     def begin(self) -> None:
         """Create the folder, and remove all files of an earlier run except finished shards."""
         self.checkpoint.mkdir(parents=True, exist_ok=True)
-        for path in self.checkpoint.iterdir():
-            if path.name not in self.shards:
-                remove(path)
+        self.tidy()
         sync_folder(self.folder.parent)
         self.save()
 

@@ -93,6 +93,14 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
     sync_folder(target.parent)
 
 
+def require_writable(folder: Path, expected: str) -> None:
+    """Raise OutputError, whose message starts with ``expected``, if files cannot be created in ``folder``."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"{expected}, got {folder}, which is read-only; choose another OUT, or make it writable"
+        )
+
+
 def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
     """Raise NoSpaceError unless ``files`` more files fit on the file system of ``folder``.
 
@@ -111,8 +119,17 @@ def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
         )
 
 
+AGAIN = "run the same command again to resume"
+
+
+def add_kept(error: BaseException, folder: Path, kept: str) -> None:
+    """Add a note to ``error``: ``kept`` in ``folder`` remains; the first such note says how to resume."""
+    advice = "" if any(AGAIN in note for note in getattr(error, "__notes__", [])) else f": {AGAIN}"
+    error.add_note(f"{folder}: {kept}{advice}")
+
+
 @contextmanager
-def clean_errors(advice: str) -> Iterator[None]:
+def clean_errors(advice: str | None = None) -> Iterator[None]:
     """Convert an OSError from writing into OutputError or NoSpaceError, and add ``advice`` to the message."""
     try:
         yield
@@ -120,7 +137,8 @@ def clean_errors(advice: str) -> Iterator[None]:
         raise
     except OSError as error:
         kind = NoSpaceError if error.errno in FULL else OutputError
-        raise kind(error.errno, f"{error.strerror}; {advice}", error.filename) from error
+        reason = error.strerror if advice is None else f"{error.strerror}; {advice}"
+        raise kind(error.errno, reason, error.filename) from error
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def recipe(
     if merge == "principal" and not maps_keys:
         raise ValueError(
             'merge: "principal" maps keys, which needs a layer without norms of q and k and the same rotated '
-            'channels in all loaders; use "principal-values", which averages the keys'
+            'channels in all loaders; use merge="principal-values", which averages the keys'
         )
     if not maps_values and (merge in PRINCIPAL or align != "none"):
         raise ValueError(

@@ -68,16 +68,10 @@ def converter(
         ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`. Unsupported biases and a
             missing calibration text are detected only when the converter runs.
     """
-    _check(config)
-    rope, target = (
-        rope_of(config),
-        Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank),
-    )
+    check_source(config)
+    rope = rope_of(config)
+    target = Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank)
     sizes = shape_of(config, family_of(config["model_type"]))
-    if rope.dim < sizes.head_dim:
-        raise CheckpointError(
-            f"{CONFIG}: partial_rotary_factor: loaders disagree about its meaning for this model"
-        )
     check_target(
         target,
         rope,
@@ -125,17 +119,17 @@ def deepseek_config(
     Raises:
         CheckpointError: as :func:`converter`.
     """
-    _check(config)
+    check_source(config)
     return _carried(config) | _attention(state, rope, shape)
 
 
-def _check(config: Mapping[str, object]) -> None:
+def check_source(config: Mapping[str, object]) -> None:
     """Raise CheckpointError unless DeepSeek-V3 can represent the model."""
     kind = config.get("model_type")
     if kind not in SOURCES:
         raise CheckpointError(
             f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can represent, "
-            f"got {kind!r}{_instead(kind)}"
+            f"got {kind}{_norms(kind)}"
         )
     windowed = {
         # transformers uses a window of 4096 if config.json has no sliding_window.
@@ -155,15 +149,17 @@ def _check(config: Mapping[str, object]) -> None:
         raise CheckpointError(
             f"{CONFIG}: expected vocab_size and intermediate_size, because DeepSeek-V3 has other defaults"
         )
+    if rope_of(config).dim < shape_of(config, family_of(kind)).head_dim:
+        raise CheckpointError(
+            f"{CONFIG}: partial_rotary_factor: loaders disagree about its meaning for this model"
+        )
 
 
-def _instead(kind: object) -> str:
-    """Explain in an error message why a model type cannot be converted, and name other targets."""
-    if not isinstance(kind, str) or kind not in STORED:
-        return ""
-    if any("k_norm" in ours for _, ours in STORED[kind].weights):
-        return f", which has {NORMS}; --to gqa keeps them"
-    return "; use --to gqa or --to attnlib"
+def _norms(kind: object) -> str:
+    """Return a note for an error message if models of this type have norms of q and k."""
+    has_norms = isinstance(kind, str) and kind in STORED
+    has_norms = has_norms and any("k_norm" in ours for _, ours in STORED[kind].weights)
+    return f", which has {NORMS}" if has_norms else ""
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...internal.bars import steps
 from ..check.divergence import Divergence
 from ..check.head import Head
 from ..checkpoint.errors import CheckpointError
@@ -50,14 +51,19 @@ def losses_alone(kind: Kind, advance: Callable[[], object] = lambda: None) -> Fo
 
 
 def found_on(
-    kind: Kind, sizes: Sequence[Sequence[int]], tokens: Tensor, advance: Callable[[], object] = lambda: None
+    kind: Kind,
+    sizes: Sequence[Sequence[int]],
+    tokens: Tensor,
+    advance: Callable[[], object] = lambda: None,
+    *,
+    title: str | None = None,
 ) -> Found:
     """Measure the losses of each layer, and the model's KL divergence if only this layer is converted.
 
     ``sizes[i]`` lists the sizes to which layer i is converted. ``tokens`` ``[samples, length]`` is a text, of
     which only the beginning may be used. The models with one converted layer run side by side: each branches
     off the source model at its converted layer and then continues with the source's layers. ``advance`` is
-    called after each layer.
+    called after each layer; then a progress bar with ``title`` (None: no bar) shows the comparison of logits.
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
@@ -80,7 +86,7 @@ def found_on(
         del measured  # free the memory for the next layer
         give_back()
         advance()
-    return Found(losses, _nats(_head(kind), layers.load_norm(), path, apart))
+    return Found(losses, _nats(head_of(kind), layers.load_norm(), path, apart, title))
 
 
 def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
@@ -117,7 +123,7 @@ def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> 
     return attention_alone(config, index, made.form, state)
 
 
-def _head(kind: Kind) -> Head:
+def head_of(kind: Kind) -> Head:
     """Return the head of the source model.
 
     Raises:
@@ -126,12 +132,15 @@ def _head(kind: Kind) -> Head:
     head = Head.of_checkpoint(kind.model.checkpoint, kind.device)
     if head is None:
         raise CheckpointError(
-            "config.json: expected a language model with a head, to measure layers by their logits, got none"
+            "--cache: expected a language model with a head, to measure layers by their logits, got none; "
+            "use --kv-heads or --rank, or --no-calibration, which compares layers by their weights"
         )
     return head
 
 
-def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]]) -> BySize:
+def _nats(
+    head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int, States]], title: str | None = None
+) -> BySize:
     """Compute KL divergences from the source model for every layer and size, from final hidden states.
 
     ``path`` are the hidden states of the source model. ``apart`` has one entry per layer, with the hidden
@@ -147,7 +156,9 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
             found[-1][size] = [
                 (x, y, Divergence(nowhere[: len(x)])) for x, y in zip(places, cut, strict=True)
             ]
-    for first in range(0, head.words, WORDS):
+    slices = range(0, head.words, WORDS)
+    compared = steps(title, len(slices) * sum(map(len, found)), " comparisons")
+    for first in slices:
         head.take(first, min(first + WORDS, head.words))
         old_logits = {id(x): head(x) for x in places}
         for some in (some for branches in found for some in branches.values()):
@@ -156,6 +167,7 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
             # Freed logits leave unused memory between the sums that remain allocated: 6 GB in total for 60
             # models with 135M weights.
             give_back()
+            compared()
     return [{size: _mean(some) for size, some in branches.items()} for branches in found]
 
 

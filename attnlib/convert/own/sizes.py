@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..bars import steps
-from ..checkpoint.errors import CheckpointError, RequestError
+from ...checkpoint_files.config import plain_config
+from ...internal.bars import steps
+from ..checkpoint.errors import RequestError
 from ..stock import class_of, quiet
 from ..text.kept import CalibrationStore
 from .allotment import allot
@@ -74,7 +75,8 @@ def _found(
             [{int(size): x for size, x in one.items()} for one in known[name]] for name in Found._fields
         )
         return Found(losses, nats)
-    found = found_on(kind, compared, kept.tokens, advance)
+    title = "comparing logits" if progress else None
+    found = found_on(kind, compared, kept.tokens, advance, title=title)
     kept.remember(asked, {name: _plain(value) for name, value in found._asdict().items()})
     return found
 
@@ -134,15 +136,17 @@ def cache_bytes(asked: str, whole: int) -> int:
 
 def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
     """Raise RequestError unless :func:`attnlib.load_pretrained` loads a model with layers of these sizes."""
+    from ...integrations.transformers.loading import BROKEN
     from ...integrations.transformers.own import config_from
     from ...models.own_form import own_config
 
-    config_json = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
+    base = plain_config(kind.model.checkpoint)  # as it is loaded: without keys that name code
+    config_json = own_config(base, [*map(kind.form, kind.model.layers, sizes)])
     try:
         with quiet(), torch.device("meta"):
             config = config_from(config_json)
             class_of(config)(config)
-    except (CheckpointError, ValueError, TypeError, NotImplementedError, KeyError) as error:
+    except (*BROKEN, NotImplementedError) as error:
         raise RequestError(
             f"--to attnlib: attnlib.load_pretrained cannot load the result: {error}"
         ) from error

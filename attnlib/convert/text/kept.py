@@ -12,20 +12,20 @@ from torch import Tensor
 
 from ...checkpoint_files.folder import CONFIG
 from ...checkpoint_files.plain_json import dump
-from ..bars import bar
+from ...internal.bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.at_once import read_at_once
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError, RequestError
 from ..checkpoint.model import CheckpointModel
 from ..checkpoint.progress import remove
-from ..checkpoint.writing import clean_errors, only_one, require_room
+from ..checkpoint.writing import add_kept, clean_errors, only_one, require_room
 from ..stock import stock
-from .layerwise import TextCalibration
+from .layerwise import NonFiniteError, TextCalibration
 from .stored import LayerFolder
 
 VERSION = 2  # increment this if the same text gives different calibrations than before
-STAYS = "finished calibrations are kept: run the same command again to resume"
+STAYS, GONE = "finished calibrations are kept", "finished calibrations are removed"
 # Write at most this many bytes of hidden states per second, so that a disk with 500 MB/s is busy 10 % of the
 # time.
 PACE = 5e7
@@ -88,7 +88,7 @@ class CalibrationStore:
             return
         refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
         if error is not None and not refused and (self.place.is_left or self.place.is_kept):
-            error.add_note(f"{self._stored.folder}: {STAYS}")
+            add_kept(error, self._stored.folder, STAYS)
         elif not self.place.is_kept:
             remove(self._stored.folder)
 
@@ -110,8 +110,8 @@ class CalibrationStore:
             self._stored.remember(asked, measured)
 
     @property
-    def _advice(self) -> str:
-        return STAYS if self.place.is_left else "finished calibrations are removed"
+    def _advice(self) -> str | None:
+        return None if self.place.is_left or self.place.is_kept else GONE
 
     def _prepare(self) -> None:
         if self._running is None:
@@ -122,6 +122,7 @@ class CalibrationStore:
         with clean_errors(self._advice), only_one(folder):
             stored = LayerFolder(folder, identity, len(self.model.layers))
             stored.resume()
+            stored.tidy()  # before free space is counted
             self._require_room(stored.count - len(stored.layers) + len(stored.lost))
             self._stored = stored
             stored.begin()
@@ -157,7 +158,9 @@ class CalibrationStore:
         """Return everything that affects the calibrations: weights, tokens, device type and versions."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
-        hashes = read_at_once(checkpoint.sha256, files, lambda count: None)
+        size = sum(file.size for file in files if file.name not in checkpoint.hashes)
+        with bar("hashing" if self.title and size else None, size, "B") as shown:
+            hashes = read_at_once(checkpoint.sha256, files, shown.update)
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
@@ -171,8 +174,13 @@ class CalibrationStore:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """If the block raises a CheckpointError, add to its message that ``--no-calibration`` avoids it."""
+    """If the block raises a CheckpointError, add to its message that ``--no-calibration`` avoids it.
+
+    Weights that are not finite are refused without a calibration too.
+    """
     try:
         yield
+    except NonFiniteError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {WITHOUT}") from error

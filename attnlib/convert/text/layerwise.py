@@ -14,6 +14,10 @@ from .layers import TextLayers
 from .workers import side_by_side
 
 
+class NonFiniteError(CheckpointError):
+    """The inputs of a layer are not finite."""
+
+
 class TextCalibration:
     """A callable that calibrates layers on ``tokens`` ``[samples, length]``; its argument is a layer's index.
 
@@ -83,7 +87,9 @@ class TextCalibration:
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"layer {index}, over text: {error}") from error
+            raise NonFiniteError(
+                f"layer {index}, over text: {error}; weights up to this layer are NaN, infinite or too large"
+            ) from error
         give_back()
         self._states = states
         return found.to("cpu")

@@ -66,7 +66,7 @@ class LayerFolder:
         """Create the folder, and remove unfinished files of an earlier run."""
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
-        self._tidy()
+        self.tidy()
 
     def add(self, calibration: Calibration) -> None:
         """Store the calibration of the next layer."""
@@ -74,14 +74,14 @@ class LayerFolder:
         if len(self.layers) == self.count:
             self.reached, self._states = self.count, None
         self._save()
-        self._tidy()
+        self.tidy()
 
     def reach(self, states: Sequence[Tensor]) -> None:
         """Store the hidden states ``[1, length, m]`` after the last finished layer, replacing older ones."""
         self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
         self.reached = len(self.layers)
         self._save()
-        self._tidy()
+        self.tidy()
 
     def replace(self, index: int, calibration: Calibration) -> None:
         """Store the calibration of a layer whose file was damaged."""
@@ -132,11 +132,11 @@ class LayerFolder:
         }
         write_file(self.folder, DONE, dump(done))
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Remove files that are neither finished nor needed to resume."""
         there = set(range(len(self.layers))) - {*self.lost}
         kept = {DONE, *([] if self._states is None else [_states(self.reached)]), *map(_layer, there)}
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             is_measured = path.name.startswith(MEASURED)
             if not self.layers or (path.name not in kept and not is_measured):
                 remove(path)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files import Checkpoint
-from ...checkpoint_files.folder import COPIED
+from ...checkpoint_files.folder import CONFIG, COPIED
 from ...checkpoint_files.private import private_folder
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import checkpoint_of, quiet, read_config, stock
@@ -93,6 +93,15 @@ def tokenizer_of(source: Path | Checkpoint):
                 folder, config=config, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # for a bad file, tokenizers raises Exception itself
+        named = checkpoint.config.get("tokenizer_class")
+        if (
+            named is not None and "tokenizer_config.json" not in files
+        ):  # only then transformers reads this key
+            raise CheckpointError(
+                f"{CONFIG}: tokenizer_class: expected a tokenizer of transformers, got {str(named)[:80]}; "
+                "copy the model's tokenizer_config.json there"
+            ) from error
         raise CheckpointError(
-            f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}"
+            f"{', '.join(files)}: expected a tokenizer that transformers opens, got {type(error).__name__}: "
+            f"{str(error)[:200]}; copy the original model's files"
         ) from error

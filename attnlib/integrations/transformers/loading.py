@@ -5,6 +5,7 @@ the folder's path. No folder can therefore make transformers follow a link, unpi
 adapter or contact the Hub.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,12 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...checkpoint_files import Checkpoint, CheckpointError, read_folder
@@ -198,11 +204,28 @@ def checkpoint_errors(problem: str, filled: "Filled | None" = None) -> Iterator[
         yield
     except (CheckpointError, NotImplementedError):
         raise
+    except StrictDataclassFieldValidationError as error:
+        raise CheckpointError(
+            f"{CONFIG}: {_wrong_field(error)}; compare it with the original model's"
+        ) from error
     except BROKEN as error:
         if filled is not None and filled.failed:
             raise filled.failed[0] from None
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise CheckpointError(f"{CONFIG}: {problem}: {got}; compare it with the original model's") from error
+
+
+def _wrong_field(error: StrictDataclassFieldValidationError) -> str:
+    """Return ``field: expected types, got value`` from huggingface_hub's longer message about a field."""
+    message = " ".join(str(error).split())
+    field, reason = re.search(r"field '(\w+)': (.*)", message).groups()
+    found = re.search(r"got (\w+) \(value: (.*?)\)(;|$)", reason)
+    expected = dict.fromkeys(re.findall(r"expected (\w+), got", reason))
+    if found is None or not expected:
+        return f"{field}: {reason[:300]}"
+    types = " or ".join("null" if name == "NoneType" else name for name in expected)
+    got = "null" if found[1] == "NoneType" else f"{found[1]} {found[2].strip(chr(39))[:80]}"
+    return f"{field}: expected {types}, got {got}"
 
 
 def _require_family(config: PreTrainedConfig) -> None:

@@ -124,7 +124,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
     for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes", "gate"):
         if getattr(grouped, name) is not None:
             raise NotImplementedError(
-                f"layers: expected none over latents where the model has {name}, got one"
+                f"layers: expected grouped layers, because latent layers do not support {name}, got latents"
             )
     pairs = 0 if grouped.rope is None else grouped.rope.dim // 2
     if any(pair >= pairs for pair in form.rope_pairs):

@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
-    """Return a progress bar that starts at ``done`` of ``total`` steps; it is hidden without a title."""
+def bar(title: str | None, total: int, unit: str, *, done: int = 0, stays: bool = True) -> "tqdm":
+    """Return a progress bar that starts at ``done`` of ``total`` steps; it is hidden without a title.
+
+    Bytes (``unit="B"``) are shown as kB, MB or GB. Unless it ``stays``, the bar disappears when it is closed.
+    """
     from tqdm import tqdm  # imported late, so that --help of any command stays fast
 
     return tqdm(
@@ -17,6 +20,8 @@ def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
         initial=done,
         desc=title,
         unit=unit,
+        unit_scale=unit == "B",
+        leave=stays,
         disable=title is None,
         mininterval=0.2 if sys.stderr.isatty() else 15,
     )
