@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ..internal.units import parse_bytes
 from . import targets
 from .bars import steps
 from .check.budget import windows_for
+from .check.by_text import lines_by_text
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
 from .checkpoint import convert
@@ -26,7 +27,6 @@ from .targets import device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
 from .text.kept import CalibrationStore
-from .text.tokens import read_text
 from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
@@ -112,6 +112,7 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
         )
     if sentence := lost(measures, out=out):
         lines.append(sentence)
+    lines += lines_by_text(measures)
     if report["settings"].get("norm") == "exact":
         lines.append(
             "loaders: transformers reads the result; those that drop biases, such as vLLM's, need "
@@ -154,13 +155,16 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
         settings = {"calibration": choice.WEIGHTS_ALONE}
     target = target_of(arguments, model, calibrated=chosen is not None)
     converter, options = target(None)  # raises for wrong options before any weights are read
-    tokens, kept = None, None
+    used, kept = None, None
     if chosen is not None:
-        tokens, settings = chosen.tokens(source)
+        windows, settings = chosen.windows(source)
+        used = windows.used
         place = chosen.place(arguments.out, is_left=not arguments.no_keep)
-        title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
-        kept = CalibrationStore(model, tokens, place, device=device(), title=title)
-    check = _check(arguments, model, 0 if tokens is None else tokens.numel())
+        title = (
+            None if arguments.quiet else "calibrating" + ("" if chosen.files else " on the bundled sample")
+        )
+        kept = CalibrationStore(model, windows.tokens, place, device=device(), title=title)
+    check = _check(arguments, model, used)
     with kept or nullcontext():
         if kept is not None:
             converter, options = target(kept)
@@ -181,23 +185,25 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     return report
 
 
-def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
+def _check(arguments: argparse.Namespace, model: CheckpointModel, used: Sequence[int] | None) -> StockCheck:
     """Return a check that compares the source and the converted model on held-out text.
 
-    The text is the rest of the user's text after the first ``used`` tokens, which were used for calibration,
-    or the held-out part of the bundled sample.
+    The text is the rest of the user's texts after the first ``used`` tokens of each, which were used for
+    calibration, or the held-out sources of the bundled sample.
     """
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
         windows = max(1, windows) if arguments.check_logits else 0
     if windows:
-        text = None if arguments.text is None else read_text(arguments.text)[0]
-        held = held_out(model.checkpoint.folder, text, used=used, windows=windows)
+        texts = () if arguments.text is None else choice.read_texts(arguments.text)
+        used = used if texts else None
+        held = held_out(model.checkpoint.folder, texts, used=used, windows=windows)
     return StockCheck(
         model.checkpoint.folder,
         logits=windows > 0,
         tokens=None if held is None else held.tokens,
         text=None if held is None else held.text,
+        names=() if held is None else held.names,
         device=device(),
         follow_links=arguments.follow_links,
         advance=steps(None if arguments.quiet else "comparing", 2 * model.depth, " layers"),
