@@ -39,7 +39,7 @@ from .students import bytes_written, prepare, require_adapters
 from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
-TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
+TOOL = "attnlib finetune 2"  # increase the number when the same request gives different results
 ADVICE = "finished steps are saved: run the same command again to resume"
 
 
@@ -70,7 +70,7 @@ def finetune(settings: Settings) -> dict[str, object]:
         folder = tokenizer_folder(settings.source, settings.teacher)
         corpus = Corpus.read(settings.text, folder, context=settings.context)
         for model in (settings.source, settings.teacher):
-            require_tokens(torch.cat((corpus.train, corpus.held_out)), model)
+            require_tokens(torch.cat((corpus.train, *corpus.held_out)), model)
         claimed: list[WorkFolder] = []
         path = Path(ranks.on_first(lambda: _claim(settings, corpus, claimed, held)))
         try:

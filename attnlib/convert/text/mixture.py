@@ -57,13 +57,19 @@ def calibration_windows(folder: Path, texts: Sequence[Text], *, samples: int, le
             cut.append(_windows(tokenizer, text, samples, length))
         except RequestError as error:
             raise error if len(texts) == 1 else RequestError(f"{error} (in {text.name})") from None
-    counts, left = [0] * len(cut), samples
-    while takers := [n for n, windows in enumerate(cut) if counts[n] < len(windows)][:left]:
+    counts = equal_shares([len(windows) for windows in cut], samples)
+    taken = [windows[:count] for windows, count in zip(cut, counts, strict=True)]
+    return Windows(torch.stack(in_turn(taken)), tuple(counts))
+
+
+def equal_shares(most: Sequence[int], total: int) -> list[int]:
+    """Divide ``total`` into equal shares, or shares that differ by 1; share n is at most ``most[n]``."""
+    counts, left = [0] * len(most), total
+    while takers := [n for n, limit in enumerate(most) if counts[n] < limit][:left]:
         for n in takers:
             counts[n] += 1
         left -= len(takers)
-    taken = [windows[:count] for windows, count in zip(cut, counts, strict=True)]
-    return Windows(torch.stack(in_turn(taken)), tuple(counts))
+    return counts
 
 
 def joined(texts: Sequence[Text], passage: int) -> Text:
