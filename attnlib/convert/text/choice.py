@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="UTF-8 texts like what the model will read (default: a bundled sample of several kinds)",
+        help="UTF-8 texts like what the model will read (default: a bundled sample)",
     )
     text.add_argument(
         "--samples",
