@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..convert.checkpoint.errors import RequestError
-from ..convert.text.mixture import equal_shares
+from ..convert.text.mixture import turns
 from ..convert.text.tokens import read_text, tokens_of
 
 HELD_OUT = 10  # the last tenth of each file is held out
@@ -69,7 +69,8 @@ class Corpus:
         The windows of a text are spread evenly over its tokens. Short texts give fewer windows than others.
         """
         cut = [tokens.unfold(0, context + 1, context) for tokens in self.held_out]
-        counts = equal_shares([len(windows) for windows in cut], limit)
+        order = turns([len(windows) for windows in cut], limit)
+        counts = [order.count(n) for n in range(len(cut))]
         return torch.cat(
             [
                 windows[torch.arange(count) * len(windows) // max(1, count)]

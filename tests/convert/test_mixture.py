@@ -12,7 +12,7 @@ from model_helpers import save
 from attnlib.convert import RequestError
 from attnlib.convert.text.choice import Choice
 from attnlib.convert.text.held_out import held_out
-from attnlib.convert.text.mixture import Text, calibration_windows
+from attnlib.convert.text.mixture import Text, calibration_windows, turns
 from attnlib.convert.text.sample import alternated, sample_texts
 
 FOLDER = files("attnlib.convert.text").joinpath("sample_texts")
@@ -54,7 +54,8 @@ def test_all_kinds_of_the_sample_calibrate(source, samples):
     windows, reported = Choice(None, samples, LENGTH, None).windows(source)
     counts = [text["samples"] for text in reported["calibration"]["texts"]]
     assert sum(counts) == len(windows.tokens) == samples
-    assert max(counts) - min(counts) <= 1
+    shares = [count / text.weight for count, text in zip(counts, sample_texts(), strict=True)]
+    assert max(shares) - min(shares) <= 1
     assert samples < len(counts) or min(counts) > 0
 
 
@@ -64,6 +65,20 @@ def test_windows_may_be_longer_than_a_kind(source, length):
     windows, reported = Choice(None, 4, length, None).windows(source)
     assert windows.tokens.shape == (4, length)
     assert ("texts" in reported["calibration"]) == (length == 512)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=5), st.integers(1, 99))
+def test_turns_follow_the_weights_as_far_as_texts_have_windows(texts, total):
+    most, weights = zip(*texts, strict=True)
+    order = turns(most, total, weights)
+    counts = [order.count(n) for n in range(len(texts))]
+    assert len(order) == min(total, sum(most))
+    assert all(count <= limit for count, limit in zip(counts, most, strict=True))
+    able = [n for n, limit in enumerate(most) if limit]
+    assert order[: len(able)] == able[:total]  # each text once, before one has a second turn
+    whole = [n for n in able if counts[n] < most[n]]
+    rounds = [counts[n] / weights[n] for n in whole]
+    assert not rounds or max(rounds) - min(rounds) <= 1
 
 
 def test_of_a_short_text_the_last_fifth_is_held_out(source):

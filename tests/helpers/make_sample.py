@@ -19,7 +19,8 @@ from pathlib import Path
 import yaml
 
 TEXTS = Path(__file__).parents[2] / "attnlib/convert/text/sample_texts"
-CHARACTERS = {"calibration": 62_000, "held_out": 16_000}  # of a kind, shared equally by its sources
+# Characters of a kind, shared equally by its sources.
+CHARACTERS = {"calibration": 62_000, "held_out": 16_000, "old_prose/calibration": 120_000}
 PASSAGE = 4_000  # a file gives at most this many characters, so that a source has many subjects
 NOTICE = re.compile(r"(?i)copyright|licen[cs]e|all rights reserved|eslint|^package \w+\s*$")
 GOLDEN = (5**0.5 - 1) / 2
@@ -170,7 +171,7 @@ def made(packages: Path) -> Iterator[tuple[str, str]]:
     left: dict[str, int] = {}
     for source in sources:  # what short sources leave, the next ones of their kind take
         place = source["file"].rpartition("/")[0]
-        left.setdefault(place, CHARACTERS[place.partition("/")[2]])
+        left.setdefault(place, CHARACTERS.get(place) or CHARACTERS[place.partition("/")[2]])
         share = left[place] // counts[place]
         text = taken(source, packages, min(share, source.get("most", share)))
         left[place] -= len(text)

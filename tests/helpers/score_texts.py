@@ -1,7 +1,7 @@
 """Compare two checkpoint folders on texts: ``python score_texts.py SOURCE RESULT FOLDER``.
 
-FOLDER has a folder of text files for each kind; the first two windows of 512 tokens of each file are read. This
-prints the perplexity before and after and the KL divergence of each kind, the largest divergence first.
+FOLDER has a folder of text files for each kind; the first two windows of 512 tokens of each file are read.
+The result is both perplexities and the KL divergence of each kind, the largest divergence first.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Choose windows of several texts: some to calibrate on, and others, held out, to score on.
 
-Each text gets the same number of calibration windows, and they alternate, so that the first n windows hold
+Texts of equal weight give equally many calibration windows, and they alternate: the first n windows hold
 every text if n is at least the number of texts.
 """
 
@@ -22,12 +22,13 @@ class Text(NamedTuple):
     """A text with a name for reports: a kind of the bundled sample, or one of the user's files.
 
     ``held_out`` is a text of other sources. If it is None, the tokens of ``calibration`` that follow its
-    calibration windows are held out.
+    calibration windows are held out. A text of ``weight`` 2 gives twice as many calibration windows.
     """
 
     name: str
     calibration: str
     held_out: str | None = None
+    weight: int = 1
 
 
 class Windows(NamedTuple):
@@ -57,19 +58,26 @@ def calibration_windows(folder: Path, texts: Sequence[Text], *, samples: int, le
             cut.append(_windows(tokenizer, text, samples, length))
         except RequestError as error:
             raise error if len(texts) == 1 else RequestError(f"{error} (in {text.name})") from None
-    counts = equal_shares([len(windows) for windows in cut], samples)
-    taken = [windows[:count] for windows, count in zip(cut, counts, strict=True)]
-    return Windows(torch.stack(in_turn(taken)), tuple(counts))
+    order = turns([len(windows) for windows in cut], samples, [text.weight for text in texts])
+    left = [iter(windows) for windows in cut]
+    tokens = torch.stack([next(left[n]) for n in order])
+    return Windows(tokens, tuple(order.count(n) for n in range(len(texts))))
 
 
-def equal_shares(most: Sequence[int], total: int) -> list[int]:
-    """Divide ``total`` into equal shares, or shares that differ by 1; share n is at most ``most[n]``."""
-    counts, left = [0] * len(most), total
-    while takers := [n for n, limit in enumerate(most) if counts[n] < limit][:left]:
-        for n in takers:
-            counts[n] += 1
-        left -= len(takers)
-    return counts
+def turns(most: Sequence[int], total: int, weights: Sequence[int] | None = None) -> list[int]:
+    """Return the index of the text that gives each of ``total`` windows; text n has ``most[n]`` windows.
+
+    In each round, all texts that have windows left give one, and then those of weight w another w - 1.
+    """
+    weights = [1] * len(most) if weights is None else weights
+    one_round = [n for extra in range(max(weights)) for n, weight in enumerate(weights) if weight > extra]
+    counts, order = [0] * len(most), []
+    while left := [n for n in one_round if counts[n] < most[n]][: total - len(order)]:
+        for n in left:
+            if counts[n] < most[n]:
+                counts[n] += 1
+                order.append(n)
+    return order
 
 
 def joined(texts: Sequence[Text], passage: int) -> Text:
