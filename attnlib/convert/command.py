@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ..internal.bars import steps
 from ..internal.units import parse_bytes
 from . import targets
 from .check.budget import windows_for
+from .check.by_text import lines_by_text
 from .check.config import require_config
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
@@ -29,7 +30,6 @@ from .targets import device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
 from .text.kept import WITHOUT, CalibrationStore
-from .text.tokens import read_text
 from .wording import in_options
 
 # Other programs misread these rope scalings in latent models; see docs/conversion_commands.md.
@@ -100,16 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         return _failed(str(error), [], RequestError.exit_code)
     if not arguments.quiet:
-        print(summary(report, arguments.out, source=arguments.source, text=arguments.text))
+        print(summary(report, arguments.out, source=arguments.source, texts=arguments.text or ()))
     return 0
 
 
 def summary(
-    report: Mapping[str, Any], out: Path, *, source: Path = Path("SOURCE"), text: Path | None = None
+    report: Mapping[str, Any], out: Path, *, source: Path = Path("SOURCE"), texts: Sequence[Path] = ()
 ) -> str:
     """Summarise a conversion report in a few lines of text for the terminal.
 
-    The lines may suggest a command that fine-tunes ``out`` on ``text``, with ``source`` as the teacher.
+    The lines may suggest a command that fine-tunes ``out`` on ``texts``, with ``source`` as the teacher.
     """
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes per token: {cache['before']:,} before, {cache['after']:,} after"]
@@ -122,9 +122,10 @@ def summary(
             f"KL divergence {measures['kl_nats']:.3g} nats"
         )
     has_links = source.is_dir() and any(path.is_symlink() for path in source.iterdir())
-    paths = {"source": source, "out": out, "text": text or "FILE", "has_links": has_links}
+    paths = {"source": source, "out": out, "texts": texts or ("FILE",), "has_links": has_links}
     if sentence := lost(measures, **paths):
         lines.append(sentence)
+    lines += lines_by_text(measures)
     others = []
     if report["settings"].get("norm") == "exact":
         others.append("those that drop biases, such as vLLM's, need --norm calibrated")
@@ -167,13 +168,16 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     target = target_of(arguments, model, calibrated=chosen is not None)
     converter, options = target(None)  # raises for wrong options before any weights are read
     check = _check(arguments, model)  # raises if weights are missing, before a text is read
-    tokens, kept = None, None
+    used, kept = None, None
     if chosen is not None:
-        tokens, settings = chosen.tokens(source)
+        windows, settings = chosen.windows(source)
+        used = windows.used
         place = chosen.place(arguments.out, is_left=not arguments.no_keep)
-        title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
-        kept = CalibrationStore(model, tokens, place, device=device(), title=title)
-    _hold_out(check, arguments, model, used=0 if tokens is None else tokens.numel())
+        title = (
+            None if arguments.quiet else "calibrating" + ("" if chosen.files else " on the bundled sample")
+        )
+        kept = CalibrationStore(model, windows.tokens, place, device=device(), title=title)
+    _hold_out(check, arguments, model, used=used)
     with kept or nullcontext():
         if kept is not None:
             converter, options = target(kept)
@@ -210,17 +214,19 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel) -> StockCheck:
     )
 
 
-def _hold_out(check: StockCheck, arguments: argparse.Namespace, model: CheckpointModel, *, used: int) -> None:
+def _hold_out(
+    check: StockCheck, arguments: argparse.Namespace, model: CheckpointModel, *, used: Sequence[int] | None
+) -> None:
     """Choose the held-out text of ``check``.
 
-    The text is the rest of the user's text after the first ``used`` tokens, which were used for calibration,
-    or the held-out part of the bundled sample.
+    The text is the rest of the user's texts after the first ``used`` tokens of each, which were used for
+    calibration, or the held-out sources of the bundled sample.
     """
     if windows := _windows(arguments, model):
-        text = None if arguments.text is None else read_text(arguments.text)[0]
-        held = held_out(model.checkpoint.folder, text, used=used, windows=windows)
+        texts = () if arguments.text is None else choice.read_texts(arguments.text)
+        held = held_out(model.checkpoint.folder, texts, used=used if texts else None, windows=windows)
         if held is not None:
-            check.tokens, check.text = held
+            check.tokens, check.text, check.names = held
 
 
 def _windows(arguments: argparse.Namespace, model: CheckpointModel) -> int:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="FILE",
-        help="UTF-8 text files to train on; the last tenth is held out for scoring",
+        help="UTF-8 text files to train on; the last tenth of each is held out for scoring",
     )
     _add_training(parser)
     files = parser.add_argument_group("machine and files")

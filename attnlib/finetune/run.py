@@ -42,7 +42,7 @@ from .students import bytes_written, prepare, require_adapters
 from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
-TOOL = "attnlib finetune 1"  # increase the number when the same request gives different results
+TOOL = "attnlib finetune 2"  # increase the number when the same request gives different results
 SAVED = "finished steps are saved"
 
 
@@ -88,7 +88,7 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     """Check the request before weights are loaded, claim the work folder, and return the folder's path."""
     require_pair(settings.source, settings.teacher, read_text(settings.text[0])[0])
     for folder in (settings.source, settings.teacher):  # after vocab_size was compared with the weights
-        require_tokens(torch.cat((corpus.train, corpus.held_out)), folder)
+        require_tokens(torch.cat((corpus.train, *corpus.held_out)), folder)
     target = settings.out.absolute()
     held.enter_context(only_one(target))
     remove_leftovers(target)

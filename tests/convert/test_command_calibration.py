@@ -5,7 +5,6 @@ so.
 import hashlib
 import json
 import shutil
-from importlib.resources import files
 
 import pytest
 from checkpoint_helpers import contents
@@ -15,9 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnlib.__main__ import main
 from attnlib.convert.text import choice
+from attnlib.convert.text.held_out import BEHIND
 from attnlib.convert.text.layerwise import TextCalibration
+from attnlib.convert.text.sample import sample_texts
 from attnlib.convert.wording import in_options
 
+KINDS = ["code", "dialogue", "documentation", "languages", "mathematics", "old prose", "prose", "reference"]
 SHORT = ("--samples", 3, "--length", 16)
 
 
@@ -42,19 +44,24 @@ def calibration_of(out):
     "to", [("gqa", "--kv-heads", 2), ("mla", "--rank", 16, "--rope-dim", 4)], ids=lambda to: to[0]
 )
 def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, capsys):
-    assert run(source, tmp_path / "out", *SHORT, to=to) == 0
-    sha256 = hashlib.sha256(choice.calibrated()).hexdigest()
-    said = {"text": choice.SAMPLE, "text_sha256": sha256, "samples": 3, "length": 16}
+    assert run(source, tmp_path / "out", "--samples", 8, "--length", 16, to=to) == 0
+    sha256 = hashlib.sha256("".join(x.calibration for x in sample_texts()).encode()).hexdigest()
+    texts = [
+        {"name": x.name, "sha256": hashlib.sha256(x.calibration.encode()).hexdigest(), "samples": 1}
+        for x in sample_texts()
+    ]
+    said = {"text": choice.SAMPLE, "text_sha256": sha256, "samples": 8, "length": 16, "texts": texts}
     assert calibration_of(tmp_path / "out") == said
     printed, bar = capsys.readouterr()
-    assert "calibrated on: 3 x 16 tokens of the bundled sample, passages of 'Alice's Adventures" in printed
-    assert (
-        f"(public domain), sha256 {sha256[:12]}; text like the model's training data gives better results: "
-        "--text FILE" in printed
-    )
+    assert f"calibrated on: 8 x 16 tokens of the bundled sample ({', '.join(KINDS)}), sha256 " in printed
+    assert f"{sha256[:12]}; text like the model's training data gives better results: --text FILE" in printed
+    rows = report_of(tmp_path / "out")["measures"]["by_text"]
+    assert sorted(row["name"] for row in rows) == KINDS
+    table = printed.split("by text, worst first:")[1].splitlines()[1:9]
+    assert [line[2:].split("  ")[0] for line in table] == [row["name"] for row in rows]
     assert "for random inputs" not in printed
     assert "calibrating on the bundled sample: 100%" in bar
-    assert "9/9" in bar  # samples x layers
+    assert "24/24" in bar  # samples x layers
     assert "comparing: 100%" in bar
     assert "6/6" in bar  # layers of source and result
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -66,9 +73,11 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
 
 
 def test_the_sample_is_a_text_like_any(source, tmp_path):
-    (tmp_path / "sample").write_bytes(choice.calibrated())
+    for kind in sample_texts():
+        (tmp_path / kind.name).write_text(kind.calibration)
+    texts = [tmp_path / name for name in KINDS]
     assert run(source, tmp_path / "a", *SHORT) == 0
-    assert run(source, tmp_path / "b", *SHORT, "--text", tmp_path / "sample") == 0
+    assert run(source, tmp_path / "b", *SHORT, "--text", *texts) == 0
     a, b = (contents(tmp_path / name) for name in "ab")
     for name in ("conversion_report.json", "conversion_report.png"):  # held-out text differs
         assert a.pop(name, 0) != b.pop(name, 1)
@@ -128,22 +137,31 @@ def test_the_length_is_no_more_than_the_model_reads(source, tmp_path, monkeypatc
 
 def test_by_default_it_is_128_pieces_of_512_tokens(source, tmp_path, monkeypatch):
     longer = save(tmp_path / "in", "llama", max_position_embeddings=4096)
-    chosen = choice.Choice(None, None, None, None)
-    assert chosen.tokens(longer)[0].shape == (128, 512)
-    assert chosen.tokens(source)[0].shape == (128, 128)
+    (tmp_path / "text").write_text(TEXT * 50)
+    for files, samples in ((None, 80), ([tmp_path / "text"], 128)):
+        chosen = choice.Choice(files, None, None, None)
+        assert chosen.windows(longer)[0].tokens.shape == (samples, 512)
+        assert chosen.windows(source)[0].tokens.shape == (samples, 128)
 
 
-def test_the_sample_is_english_of_many_words():
-    """A tokenizer of words and parts of words makes a token at least of each word."""
-    text = choice.calibrated().decode()
-    assert files("attnlib.convert.text").joinpath("sample.txt").is_file()
-    assert text.startswith("Alice was beginning to get very tired of sitting by her sister on the bank")
-    assert len(text.split()) > 16 * 2048
-    assert text.isascii()
-    paragraphs = text.removesuffix("\n").split("\n\n")
-    assert all(paragraph == " ".join(paragraph.split()) for paragraph in paragraphs)
-    for word in ("Alice", "whale", "species", "government"):
-        assert text.count(word) > 20, word
+@pytest.mark.parametrize("files", [2, 3])
+def test_several_texts_share_the_windows_and_are_each_scored(source, tmp_path, capsys, files):
+    """Two files of one name get numbers."""
+    paths = [tmp_path / "0/a.txt", tmp_path / "1/a.txt", tmp_path / "2/b.txt"][:files]
+    for n, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text(TEXT[n:])
+    names = ["a.txt (1)", "a.txt (2)", "b.txt"][:files]
+    options = ("--samples", 6, "--length", 16)
+    assert run(source, tmp_path / "out", *options, "--text", *paths) == 0
+    texts = calibration_of(tmp_path / "out")["texts"]
+    assert [(text["name"], text["samples"]) for text in texts] == [(name, 6 // files) for name in names]
+    measures = report_of(tmp_path / "out")["measures"]
+    assert measures["text"] == BEHIND
+    assert sorted(row["name"] for row in measures["by_text"]) == names
+    assert f"calibrated on: 6 x 16 tokens of --text ({', '.join(names)}; sha256 " in capsys.readouterr().out
+    assert run(source, tmp_path / "again", *options, "--text", paths[0], "--text", *paths[1:]) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
 @pytest.mark.parametrize(

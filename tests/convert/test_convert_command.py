@@ -29,6 +29,7 @@ from attnlib.convert.latent.attended import attended
 from attnlib.convert.text import choice
 from attnlib.convert.text.held_out import BEHIND, SAMPLE, held_out
 from attnlib.convert.text.layerwise import TextCalibration
+from attnlib.convert.text.mixture import Text
 from attnlib.convert.text.tokens import tokens_of
 from attnlib.convert.weights import split
 
@@ -172,14 +173,14 @@ def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
     worst = max(max(row["key_error"], row["value_error"]) for row in report["layers"])
     assert "cache bytes per token: 768 before, 192 after" in printed
     assert f"{worst:.3g} in layer" in printed
-    paths = {"source": sources["llama"], "out": tmp_path / "out", "text": tmp_path / "text"}
+    paths = {"source": sources["llama"], "out": tmp_path / "out", "texts": [tmp_path / "text"]}
     assert lost.lost(measures, **paths) in printed
     assert f"report: {tmp_path / 'out' / REPORT}" in printed
 
 
 def test_measures_are_those_of_the_two_models(tmp_path, sources, text):
     assert run(sources["llama"], tmp_path / "out", *text) == 0
-    tokens = held_out(sources["llama"], TEXT, used=80).tokens
+    tokens = held_out(sources["llama"], [Text("a", TEXT)], used=[80]).tokens
     with torch.no_grad():
         old, new = (load(folder)(tokens).logits.double() for folder in (sources["llama"], tmp_path / "out"))
     measures = report_of(tmp_path / "out")["measures"]

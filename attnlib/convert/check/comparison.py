@@ -5,7 +5,7 @@ cannot run layer by layer, the whole model is loaded, provided that it is small 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -34,15 +34,17 @@ def compare(
     new: Checkpoint,
     tokens: Tensor,
     *,
+    names: Sequence[str] = (),
     device: torch.device | str = "cpu",
     advance: Callable[[], object] = lambda: None,
 ) -> Measures | str:
     """Measure how far the logits of ``new`` are from those of ``old``, in fp32.
 
     ``tokens`` is ``[windows, n]``. Return the largest logit of ``old``, the largest difference, the mean KL
-    divergence, and both models' perplexities over each window's tokens after the first. If there is nothing
-    to compare, return the reason as a string. ``advance`` is called after each layer. On a CPU, results are
-    bit-identical for any number of torch threads if n is a multiple of 16.
+    divergence, and both models' perplexities over each window's tokens after the first. If ``names`` has the
+    name of each window's text, ``by_text`` has the same for each text, the largest divergence first. If there
+    is nothing to compare, return the reason as a string. ``advance`` is called after each layer. On a CPU,
+    results are bit-identical for any number of torch threads if n is a multiple of 16.
 
     Raises:
         CheckpointError: a weight is missing or has the wrong size, or a token has no embedding.
@@ -58,7 +60,7 @@ def compare(
         outputs = [_streamed(layers, tokens, device, advance) for layers in streams]
     if None in outputs:
         return NONE
-    return _measures(outputs[0], outputs[1], tokens.to(device), device)
+    return _measures(outputs[0], outputs[1], tokens.to(device), names, device)
 
 
 def _streamed(
@@ -92,7 +94,9 @@ def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -
     return seen, Head.of_model(model)
 
 
-def _measures(old: Outputs, new: Outputs, tokens: Tensor, device: torch.device | str) -> Measures | str:
+def _measures(
+    old: Outputs, new: Outputs, tokens: Tensor, names: Sequence[str], device: torch.device | str
+) -> Measures | str:
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
     cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
     places = [
@@ -107,13 +111,30 @@ def _measures(old: Outputs, new: Outputs, tokens: Tensor, device: torch.device |
     found = [divergence for _, _, some in places for divergence in some]
     if not all(math.isfinite(divergence.largest) for divergence in found):
         return "none: the source's logits are not finite"
-    lost = torch.cat([divergence.lost() for divergence in found], 1).mean(1)
+    of_text: dict[str, list[Divergence]] = {name: [] for name in names}
+    per_window = len(found) // len(tokens)
+    for n, name in enumerate(names):
+        of_text[name] += found[n * per_window : (n + 1) * per_window]
     return {
         "tokens": tokens.numel(),
         "largest_logit": max(divergence.largest for divergence in found),
         "largest_logit_difference": float(
             torch.tensor([divergence.difference for divergence in found]).double().max()
         ),
+        **_means(found),
+        **({"by_text": _by_text(of_text)} if names else {}),
+    }
+
+
+def _by_text(of_text: Mapping[str, Sequence[Divergence]]) -> list[Measures]:
+    """Return the measures of each text; the text with the largest KL divergence, or NaN, comes first."""
+    rows = [{"name": name, **_means(found)} for name, found in of_text.items()]
+    return sorted(rows, key=lambda row: row["kl_nats"] if math.isfinite(row["kl_nats"]) else math.inf)[::-1]
+
+
+def _means(found: Sequence[Divergence]) -> dict[str, float | None]:
+    lost = torch.cat([divergence.lost() for divergence in found], 1).mean(1)
+    return {
         "kl_nats": float(torch.cat([divergence.kl() for divergence in found]).mean()),
         "perplexity_before": _perplexity(float(lost[0])),
         "perplexity_after": _perplexity(float(lost[1])),

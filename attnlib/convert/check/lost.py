@@ -1,6 +1,6 @@
 """Decide from layer errors if a conversion lost quality, and describe the loss by perplexities and KL."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from shlex import quote
 from typing import Any
 
@@ -33,13 +33,13 @@ def lost(
     *,
     source: object = "SOURCE",
     out: object = "OUT",
-    text: object = "FILE",
+    texts: Sequence[object] = ("FILE",),
     has_links: bool = False,
 ) -> str | None:
     """Return a line about the perplexity before and after; None if no perplexity was measured.
 
     If quality was lost, a second line has a command for fine-tuning, to copy into a shell. ``source``,
-    ``out`` and ``text`` are the paths in it. A source that ``has_links`` is copied without links first,
+    ``out`` and ``texts`` are the paths in it. A source that ``has_links`` is copied without links first,
     because finetune accepts none.
     """
     if "perplexity_before" not in measures:
@@ -51,17 +51,17 @@ def lost(
         if measures["kl_nats"] <= NOTICED:
             return f"{line}: no loss to recover by fine-tuning"
         line += f", but a KL divergence of {measures['kl_nats']:.3g} nats from the source"
-    return f"{line}; {RETURNS}{_command(source, out, text, has_links=has_links)}"
+    return f"{line}; {RETURNS}{_command(source, out, texts, has_links=has_links)}"
 
 
-def _command(source: object, out: object, text: object, *, has_links: bool) -> str:
+def _command(source: object, out: object, texts: Sequence[object], *, has_links: bool) -> str:
     """Return the command that fine-tunes ``out``, with paths quoted for a shell."""
     copied = f"{source}-files"
     copy = f"cp -rL {quote(str(source))} {quote(copied)} && " if has_links else ""
     teacher, healed = quote(copied if has_links else str(source)), quote(f"{out}-healed")
     return (
         f"  {copy}python -m attnlib finetune {quote(str(out))} {healed} --teacher {teacher} "
-        f"--text {quote(str(text))}"
+        f"--text {' '.join(quote(str(text)) for text in texts)}"
     )
 
 

@@ -1,7 +1,7 @@
 """Check that stock transformers loads a converted folder and that its logits still match the source."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,9 +27,10 @@ class StockCheck:
     Tensor names and shapes are always compared: for the source when the check is created, and for the result
     on each call. With ``logits``, each call also runs :func:`compare` on ``tokens`` ``[windows, n]`` or
     ``[n]`` (None: random tokens). If the tokens come from a text, ``text`` names it, and perplexities are
-    reported too. Call the check with the result folder and its layer errors; it returns measures for the
-    report. Tensors of the source that its own model does not use are listed but are not an error.
-    ``follow_links`` is passed to :func:`read_folder` for the source.
+    reported too, also for each text if ``names`` has the name of each window's text. Call the check with the
+    result folder and its layer errors; it returns measures for the report. Tensors of the source that its own
+    model does not use are listed but are not an error. ``follow_links`` is passed to :func:`read_folder` for
+    the source.
 
     Raises:
         CheckpointError: transformers rejects the source's config.json, or would randomly initialize
@@ -46,6 +47,7 @@ class StockCheck:
         logits: bool,
         tokens: Tensor | None = None,
         text: str | None = None,
+        names: Sequence[str] = (),
         device: torch.device | str = "cpu",
         follow_links: bool = False,
         advance: Callable[[], object] = lambda: None,
@@ -55,6 +57,7 @@ class StockCheck:
         self.logits: bool = logits
         self.tokens: Tensor | None = tokens
         self.text: str | None = text
+        self.names: Sequence[str] = names
         self.device: torch.device | str = device
         self.advance: Callable[[], object] = advance
         found = amiss(source, follow_links=follow_links)
@@ -82,7 +85,8 @@ class StockCheck:
     def _compared(self, result: Path, errors: Errors) -> Measures:
         tokens = torch.atleast_2d(random_tokens(self.source) if self.tokens is None else self.tokens)
         old = read_folder(self.source, follow_links=self.follow_links)
-        measures = compare(old, read_folder(result), tokens, device=self.device, advance=self.advance)
+        new = read_folder(result)
+        measures = compare(old, new, tokens, names=self.names, device=self.device, advance=self.advance)
         if isinstance(measures, str):
             return {"logits": measures}
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]

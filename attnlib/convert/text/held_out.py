@@ -1,5 +1,6 @@
 """Choose held-out text, which no calibration has used, to measure the loss of a conversion."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,69 +9,96 @@ from torch import Tensor
 
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import read_config
-from .sample import held_out as rest_of_sample
-from .tokens import tokenizer_of, tokens_of
+from .mixture import Text
+from .sample import sample_texts
+from .tokens import first_tokens, tokenizer_of
 
 WINDOWS, LENGTH = 8, 512
 # MKL 2024.2 rounds products differently on different threads unless the row count is a multiple of 16.
 STEP = 16
+FEWEST = 64  # of several texts, those with fewer tokens are not scored: all windows have the same length
 BEHIND = "the given text, after the calibration part"
-SAMPLE = "the bundled sample's last fifth, which is held out"
+SAMPLE = "the held-out sources of the bundled sample"
 
 
 class HeldOut(NamedTuple):
-    """Tokens ``[windows, n]`` of a text, and a description of the text for the report."""
+    """Tokens ``[windows, n]`` of texts, a description for the report, and the name of each window's text.
+
+    ``names`` is empty if all windows are from one text.
+    """
 
     tokens: Tensor
     text: str
+    names: tuple[str, ...] = ()
 
 
 def held_out(
-    folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS
+    folder: Path,
+    texts: Sequence[Text] = (),
+    *,
+    used: Sequence[int] | None = None,
+    windows: int = WINDOWS,
 ) -> HeldOut | None:
-    """Return up to ``windows`` windows of 512 tokens, made by the tokenizer in a checkpoint's folder.
+    """Return windows with up to ``windows`` * 512 tokens, made by the tokenizer in a checkpoint's folder.
 
-    The tokens come from ``text``, after its first ``used`` tokens. Without a text, or if fewer than 16 tokens
-    are left, they come from the held-out part of the bundled sample. Each window starts with the tokenizer's
-    initial special token, if it has one. The result is None if the folder has no tokenizer, or if a
-    token is not in the model's vocabulary.
+    The tokens come from each of ``texts`` in equal shares, after its first tokens, as many as ``used`` says.
+    Without texts, or if fewer than 16 tokens are left, they come from the held-out sources of the bundled
+    sample. With more texts than ``windows``, each window is shorter. Each window starts with the tokenizer's
+    initial special token, if it has one. The result is None if the folder has no tokenizer, or if a token is
+    not in the model's vocabulary.
     """
     config = read_config(folder).get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH)) // STEP * STEP
     try:
-        first = _first(folder)
-        for given, skipped, name in ((text, used, BEHIND), (rest_of_sample().decode(), 0, SAMPLE)):
-            tokens = None if given is None else _behind(folder, given, skipped, windows * length)
-            if tokens is None or not (cut := _windows(tokens, first, length)).numel():
-                continue
-            return HeldOut(cut, name) if cut.max() < config.vocab_size else None
+        tokenizer = tokenizer_of(folder)
     except CheckpointError:
         return None
+    first, sample = _first(tokenizer), [Text(x.name, x.held_out or "") for x in sample_texts()]
+    for given, skipped, name in ((texts, used, BEHIND), (sample, None, SAMPLE)):
+        skipped = [0] * len(given) if skipped is None else skipped
+        rests = [
+            _behind(tokenizer, text.calibration, skip, windows * length)
+            for text, skip in zip(given, skipped, strict=True)
+        ]
+        cut = _windows(rests, first, length, windows * length)
+        if any(rows.numel() for rows in cut):
+            tokens = torch.cat([rows for rows in cut if rows.numel()])
+            names = [text.name for text, rows in zip(given, cut, strict=True) for _ in rows]
+            names = tuple(names) if len(given) > 1 else ()
+            return HeldOut(tokens, name, names) if tokens.max() < config.vocab_size else None
     return None
 
 
-def _behind(folder: Path, text: str, skipped: int, wanted: int) -> Tensor | None:
-    """Return ``wanted`` tokens after the first ``skipped`` of a text; None if the text has no tokens."""
+def _behind(tokenizer: Callable, text: str, skipped: int, wanted: int) -> Tensor:
+    """Return up to ``wanted`` tokens after the first ``skipped`` of a text."""
     try:
-        return tokens_of(folder, text, samples=skipped + wanted, length=1)[skipped:, 0]
+        return first_tokens(tokenizer, text, samples=skipped + max(wanted, 1), length=1)[skipped:, 0]
     except RequestError:  # the text has no tokens
-        return None
+        return torch.empty(0, dtype=torch.int64)
 
 
-def _windows(tokens: Tensor, first: int | None, length: int) -> Tensor:
-    """Cut tokens into full windows, or into one shorter window if there are too few tokens."""
-    begin = tokens.new_tensor([] if first is None else [first])
-    length = min(length, (len(tokens) + len(begin)) // STEP * STEP)
+def _windows(rests: Sequence[Tensor], first: int | None, length: int, budget: int) -> list[Tensor]:
+    """Cut equal shares of ``budget`` tokens of each text into windows of one length.
+
+    The length is at most ``length``, the share of a text, and the shortest text. Texts that are too short
+    give no windows.
+    """
+    begin = torch.tensor([] if first is None else [first], dtype=torch.int64)
+    fewest = FEWEST if len(rests) > 1 else 1
+    lengths = [len(x) + len(begin) for x in rests if len(x) >= fewest]
+    share = max(STEP, budget // max(1, len(lengths)))
+    length = min(length, share, *lengths) // STEP * STEP if lengths else 0
     if not length:
-        return tokens.new_empty(0, 0)
-    count = len(tokens) // (length - len(begin))
-    own = tokens[: count * (length - len(begin))].view(count, -1)
-    return torch.cat((begin.expand(count, -1), own), 1)
+        return [begin.new_empty(0, 0) for _ in rests]
+    own, cut = length - len(begin), []
+    for tokens in rests:
+        count = min(share // length, len(tokens) // own) if len(tokens) >= fewest else 0
+        cut.append(torch.cat((begin.expand(count, -1), tokens[: count * own].view(count, own)), 1))
+    return cut
 
 
-def _first(folder: Path) -> int | None:
+def _first(tokenizer: Callable) -> int | None:
     """Return the special token that the tokenizer puts before every text; None if it adds none."""
-    tokenizer = tokenizer_of(folder)
     with_special, plain = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
     )

@@ -1,6 +1,7 @@
 """Read a text and tokenize it with the tokenizer of a checkpoint."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,10 +53,23 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
         RequestError: ``samples`` or ``length`` is not a positive count, or the text is too short for one
             sample.
     """
+    require_counts(samples, length)
+    return first_tokens(tokenizer_of(folder), text, samples=samples, length=length)
+
+
+def require_counts(samples: int, length: int) -> None:
+    """Raise RequestError unless both are positive counts."""
     for name, value in (("samples", samples), ("length", length)):
         if type(value) is not int or value < 1:
             raise RequestError(f"--{name}: expected a positive count, got {value!r}")
-    tokenizer = tokenizer_of(folder)
+
+
+def first_tokens(tokenizer: Callable, text: str, *, samples: int, length: int) -> Tensor:
+    """Return the first tokens of a text, as :func:`tokens_of`, from a tokenizer that is already open.
+
+    Raises:
+        RequestError: the text is too short for one sample.
+    """
     wanted = samples * length
     read = 8 * wanted  # characters to tokenize; most texts have fewer than 8 per token
     while (
