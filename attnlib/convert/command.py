@@ -158,8 +158,8 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     chosen = choice.Choice.of(arguments)
     stock()  # if transformers is missing, fail before the work starts
     source = arguments.source.resolve()
-    require_target(source, Path(os.path.abspath(arguments.out)), overwrite=arguments.overwrite)
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
+    require_target(source, Path(os.path.abspath(arguments.out)), overwrite=arguments.overwrite)
     require_config(model.checkpoint)
     if arguments.kv_heads == model.shape.kv_heads:
         chosen, settings = None, {"calibration": choice.NOTHING}

@@ -263,7 +263,7 @@ def test_the_best_is_chosen_where_nothing_is(known, wanted):
 def test_norms_forbid_to_map_keys_and_leave_values():
     layer, x = grouped((4, 2), qk_norm=True), tokens(2, 9)
     with pytest.raises(
-        ValueError, match=r'merge: "principal" maps keys.*norms of q and k.*use "principal-values"'
+        ValueError, match=r'merge: "principal" maps keys.*norms of q and k.*use merge="principal-values"'
     ):
         mha_to_gqa(layer, 2, merge="principal", calibration=TEXT)
     new = mha_to_gqa(layer, 2, calibration=TEXT, grouping="neighbours")
