@@ -12,8 +12,8 @@ from .source import KeyValueSource
 NVLINK = 300e9  # bytes per second that a GPU receives from other GPUs of its host
 FLOPS = 500e12  # FLOPs per second that 16-bit attention is assumed to reach
 MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
-# The share of a ring's computation that transfers in progress add to each step but the last. Measured
-# forwards of 128k tokens (512k in brackets) took these multiples of their computation, on H200 (2026-11):
+# While a ring sends, its computation takes this much longer; only the last step sends nothing. On H200,
+# forwards of 128k tokens (512k in brackets) took these multiples of their computation (2026-11):
 #                        GQA 32/8   MLA 192/128
 #   two ranks        1.05 (1.02)    1.04 (0.99)
 #   four ranks       1.29 (1.21)    1.38 (1.19)

@@ -150,12 +150,12 @@ def amiss(case: Case, found: list[Tensor], alone: list[Tensor], golden: list[Ten
 
 
 @pytest.fixture(scope="module", params=RANKS)
-def told(request, tmp_path_factory):
+def reports(request, tmp_path_factory):
     """A folder with a file for each case and form, of one run."""
     ranks = request.param
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} CUDA devices are needed, {torch.cuda.device_count()} are here")
-    folder = tmp_path_factory.mktemp("told")
+    folder = tmp_path_factory.mktemp("reports")
     mp.spawn(work, (ranks, str(folder)), nprocs=ranks)
     return folder
 
@@ -163,6 +163,6 @@ def told(request, tmp_path_factory):
 @pytest.mark.gpu2
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [case.name for case in cases(torch.device("cpu"))])
-def test_ranks_err_no_more_than_one_gpu(told, name, form):
-    text = (told / f"{name}, {form}").read_text()
+def test_ranks_err_no_more_than_one_gpu(reports, name, form):
+    text = (reports / f"{name}, {form}").read_text()
     assert not text, text
