@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,20 +62,19 @@ cached_attention = attention
 
 
 def statistic(call: Call, wanted: Statistic) -> Tensor:
-    """Return a statistic of a call: attention whose values are unit vectors gives the probabilities."""
+    """Return a statistic of a call, from its scores."""
     call, result = _widened(call), wanted.result(call.q, call.k)
     result.fill_(-torch.inf if wanted.kind == "maxima" else 0)
     row = key = 0
     for n, (q, k, _, start, end) in enumerate(_sequences(call)):
-        s, (t, g, _), packed = len(q), k.shape, call.packing is not None
-        units = torch.eye(t, dtype=wide(q), device=q.device)[:, None].expand(t, g, t)
-        out, lse = _sequence(n, q.to(wide(q)), k.to(wide(q)), units, start, end, call)
-        p, queries, keys = out.transpose(0, 1), slice(row, row + s), slice(key, key + t)  # p is [h, s, t]
+        s, t, packed = len(q), len(k), call.packing is not None
+        scores = _scores(n, q, k, start, end, call)
+        queries, keys = slice(row, row + s), slice(key, key + t)
         if wanted.kind == "maxima" and t:
-            (result[:, queries] if packed else result[n])[:] = p.log().amax(-1) + lse
+            (result[:, queries] if packed else result[n])[:] = scores.amax(-1)
         elif wanted.kind != "maxima":
             given = wanted.lse[:, queries] if packed else wanted.lse[n]
-            p = p * torch.exp(lse - given).masked_fill(given == -torch.inf, 0)[..., None]
+            p = torch.exp(scores - given[..., None]).masked_fill(given[..., None] == -torch.inf, 0)
             first = call.origin.key if isinstance(call.origin.key, int) else int(call.origin.key[n])
             if wanted.kind == "heads":
                 own, at = (x[queries] if packed else x[n] for x in (result, wanted.at))
@@ -183,10 +183,28 @@ def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
         yield from zip(q, k, v, starts, ends, strict=True)
 
 
+def _scores(n: int, q: Tensor, k: Tensor, start: int, end: int, call: Call) -> Tensor:
+    """Return the scores ``[h, s, t]`` of sequence ``n``: -inf for hidden pairs."""
+    options, shape = _options(n, q, k, start, end, call), (q.shape[1], len(q), len(k))
+    own, scores = options.pop("change"), q.new_full(shape, -torch.inf, dtype=wide(q))
+
+    def record(score: Tensor, row: int, keys: Tensor) -> Tensor:
+        scores[:, row, keys] = score if own is None else own(score, row, keys)
+        return score
+
+    attend(q, k, k[..., :0], change=record, **options)
+    return scores.masked_fill(~options["visible"], -torch.inf)
+
+
 def _sequence(
     n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Return the output and LSE of sequence ``n``, whose keys outside ``[start, end)`` are hidden."""
+    return attend(q, k, v, **_options(n, q, k, start, end, call))
+
+
+def _options(n: int, q: Tensor, k: Tensor, start: int, end: int, call: Call) -> dict[str, Any]:
+    """Return the arguments of ``attend`` for sequence ``n``, except q, k and v."""
     (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
     function = options.pop("function")
     stored = torch.arange(t, device=q.device)
@@ -207,7 +225,7 @@ def _sequence(
     if p > 0:
         where = {"sequences": own[None], "heads": heads, "rows": i[:, 0], "first": key, "last": key + t}
         weight = dropout_keep(int(call.dropout.seed), p, **where)[0].to(wide(q)) / (1 - p)
-    return attend(q, k, v, visible, bias=bias, change=change, weight=weight, **options)
+    return {"visible": visible, "bias": bias, "change": change, "weight": weight, **options}
 
 
 def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
