@@ -1,5 +1,6 @@
 """Communication between ranks; gradients do not flow through it."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,34 +36,55 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Passing:
     """A transfer in progress from every rank of a ring to the next one.
 
-    Ranks can compute until they call :meth:`wait`.
+    Ranks can compute until they call :meth:`wait`. ``into`` has the tensors to receive into, if they exist.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup):
-        ranks, rank = group.size(), group.rank()
+    def __init__(
+        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, into: Sequence[Tensor] | None = None
+    ):
+        ranks, rank, self._group = group.size(), group.rank(), group
         self._received = self._sent = [x.contiguous() for x in tensors]
         self._works: list[dist.Work] = []
         if ranks > 1:
-            self._received = [torch.empty_like(x) for x in self._sent]
+            self._received = [torch.empty_like(x) for x in self._sent] if into is None else into
             to, source = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
             sends = [dist.P2POp(dist.isend, x, to, group) for x in self._sent]
             receives = [dist.P2POp(dist.irecv, x, source, group) for x in self._received]
             self._works = dist.batch_isend_irecv([*sends, *receives])
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Sequence[Tensor]:
         """Wait until the tensors of the previous rank have arrived, and return them."""
         for work in self._works:
             work.wait()
         return self._received
 
+    def onwards(self, stream: torch.cuda.Stream) -> "Passing":
+        """Pass on what this transfer receives, once it has arrived; the current stream does not wait for it.
+
+        ``stream`` does. The new transfer also starts after all that the current stream has been given so far,
+        so memory that the current stream has freed can be reused.
+        """
+        received = [torch.empty_like(x) for x in self._received]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return Passing(self.wait(), self._group, received)
+
 
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Pass tensors around a ring; yield each rank's number and its tensors once, starting with this rank.
 
-    While the caller uses the tensors of one rank, the tensors that it gets next are already on their way.
+    While the caller uses the tensors of one rank, those of the next rank are already on their way. On GPUs,
+    so are those after them: a transfer that starts together with a computation often finds no free processor
+    until that computation ends, and then has the whole next computation to finish.
     """
-    held = tensors
-    for step in range(group.size()):
-        passing = Passing(held, group) if step + 1 < group.size() else None
-        yield (group.rank() - step) % group.size(), held
-        held = held if passing is None else passing.wait()
+    ranks, coming = group.size(), deque[Passing]()
+    ahead = torch.cuda.Stream(tensors[0].device) if tensors[0].is_cuda else None
+    for step in range(ranks):
+        rest = ranks - 1 - step  # ranks whose tensors have not arrived yet
+        if rest and not coming:
+            coming.append(Passing(tensors, group))
+        if rest > 1 and ahead is not None:
+            coming.append(coming[-1].onwards(ahead))
+        yield (group.rank() - step) % ranks, tensors
+        if rest:
+            tensors = coming.popleft().wait()

@@ -21,6 +21,11 @@ from .hopper_tables import BackwardConfig, ForwardConfig
 from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
+# If all tiles take equally long, programs get them in a fixed order, or from a counter if there are this many
+# keys. In a fixed order, programs wait for processors that a transfer between GPUs holds. Times with the
+# counter, as multiples of those with the fixed order (H200, triton 3.6, 2026-11): full masks of 1k tokens
+# 1.06, 8k 1.01, 32k 1.00; a ring of four GPUs over 128k tokens 0.87.
+LONG = 16384
 # The channel blocks of heads that are wider than 256.
 HALVES = MappingProxyType(dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF))
 
@@ -78,7 +83,8 @@ def forward(key: Key) -> Forward:
     if key.hopper and takes and has_gluon():
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
-        return _hopper_forward(x, config, dynamic=not x.are_alike, processors=layouts.processors(key.device))
+        dynamic = not x.are_alike or x.length >= LONG
+        return _hopper_forward(x, config, dynamic=dynamic, processors=layouts.processors(key.device))
     launches, lists = passes.forward(x)
     return Forward(launches, "plain", lists=lists)
 
