@@ -197,10 +197,12 @@ def test_backends_stay_small():
     Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122; Hopper's
     own kernels for them 5. Recomputed probabilities and largest scores, on three backends and by four
     kernels, brought 511. Tiles of trees, told apart by bounds of their tokens, brought 87, and repeated calls
-    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5.
+    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5; statistics of
+    the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
+    backward 11.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4913, f"{sum(found.values())} statements in backends/, not 4913: {found}"
+    assert sum(found.values()) <= 4934, f"{sum(found.values())} statements in backends/, not 4934: {found}"
 
 
 def test_the_benchmark_stays_small():

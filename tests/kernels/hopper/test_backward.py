@@ -69,6 +69,25 @@ def test_any_options(d, e, options):
         assert_both(make(3, 200, 333, 4, 2, d, e, mask=CAUSAL, options=options, dtype=dtype))
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90), Mask(20, 30)], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_slopes_without_a_gradient(d, e, softcap, mask):
+    """Learned slopes take the generic passes, and these do not."""
+    queries, keys = [130, 1, 570, 65, 200], [200, 30, 570, 65, 331]
+    cu = [
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for n in (queries, keys)
+    ]
+    q, k, v = tokens(sum(queries), 4, d), tokens(sum(keys), 2, d), tokens(sum(keys), 2, e)
+    options = {"alibi_slopes": torch.rand(5, 4, device="cuda"), "softcap": softcap, "mask": mask}
+    options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "call": varlen_attention_with_lse}
+    dout = tokens(sum(queries), 4, e)
+    found, expected = (
+        gradients(q, k, v, dout, backend=backend, **options) for backend in ("triton", "triton:generic")
+    )
+    assert_alike(found, expected)
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90)], ids=str)
 @pytest.mark.parametrize("h", [4, 2])
 @pytest.mark.parametrize(("d", "e"), HEADS)

@@ -165,9 +165,9 @@ def in_order(key: Key) -> Key:
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
-    takes = a.dropout_p == 0 and a.origin is a.alibi_slopes is None and x.out.is_in_lines and key.hopper
+    takes = a.dropout_p == 0 and a.origin is None and not x.learns_slopes and x.out.is_in_lines and key.hopper
     takes = takes and a.scale != 0 and has_gluon()  # the Hopper backward divides by the scale
-    if takes and hopper_tables.takes_wide(x.case, x.length):
+    if takes and a.alibi_slopes is None and hopper_tables.takes_wide(x.case, x.length):
         return _wide_backward(x)
     config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
     if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):

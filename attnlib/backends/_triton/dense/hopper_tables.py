@@ -107,7 +107,8 @@ FORWARD = MappingProxyType(
         ),
     }
 )
-# With three consumers, too few registers are left for mask and score functions, so d64 uses two.
+# With three consumers, too few registers are left for softcap, slopes, and mask and score functions, so d64
+# uses two.
 FORWARD_FUNCTIONS = MappingProxyType(
     {
         (3, 6): ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[3, 6][1:]),
@@ -214,8 +215,8 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
     #   loads per pair             5.57    0.90
     if case.changed and not case.gathers and (case.exponentials or main <= 64):
         return None
-    of_functions = FORWARD_FUNCTIONS if case.changed else FORWARD_MASKS
-    tables = of_functions if case.by_function else FORWARD
+    of_scores = FORWARD if case.plain and not case.changed else FORWARD_FUNCTIONS
+    tables = FORWARD_MASKS if case.by_function and not case.changed else of_scores
     table = FORWARD_FP8 if case.itemsize == 1 else for_version(tables, triton)
     config = _fitting(table, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
@@ -231,9 +232,10 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
     main, tail, value = widths(case.head_dim, case.value_dim)
     runs = value == main and case.itemsize == 2 and not (tail and in_order)
     config = _fitting(BACKWARD, case, keys) if runs else None
-    # With two tiles of keys, too few registers are left for a softcap: at least 70 words would spill per
-    # step.
-    return None if config is not None and config.tiles > 1 and not case.plain else config
+    # If two consumers compute the gradients of two tiles of keys and dq, too few registers are left for a
+    # softcap: at least 70 words would spill per step.
+    crowded = config is not None and config.tiles > 1 and not config.dq_registers
+    return None if crowded and not case.plain else config
 
 
 def takes_wide(case: DenseCase, keys: int) -> bool:

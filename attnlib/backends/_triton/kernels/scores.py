@@ -60,6 +60,15 @@ def tanh(x):
 
 
 @triton.jit
+def short_tanh(x):
+    """Return ``tanh(x)`` with an absolute error of up to 3e-7, in a third of the instructions."""
+    grown = tl.exp2(x * (2 * LOG2E)) + 1
+    return 1 - 2 * tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def unit_of(modifiers):
     """Return the factor by which scores are multiplied before ``exp2``.
 
@@ -70,20 +79,32 @@ def unit_of(modifiers):
 
 
 @triton.jit
-def modify(s, modifiers, i, j):
+def modify(s, modifiers, i, j, SHORT: tl.constexpr = False):
     """Apply softcap and ALiBi to the products q·k, and return scores and their derivative.
 
     ALiBi subtracts the slope times the distance ``|i - j|``. The derivative is with respect to the scaled
-    products, and it is 1 without a softcap.
+    products, and it is 1 without a softcap. ``SHORT`` takes fewer instructions, for products of 16-bit
+    values. ``i`` and ``j`` are then rows and columns, which may be keys and queries, and count from the
+    tile's first column.
     """
     derivative = 1.0
     if modifiers.softcap is not None or modifiers.slope is not None:
-        s *= modifiers.scale
-        if modifiers.softcap is not None:
-            capped = tanh(s / modifiers.softcap)
+        if modifiers.softcap is None:
+            s *= modifiers.scale
+        elif SHORT:
+            capped = short_tanh(s * (modifiers.scale / modifiers.softcap))
+            s, derivative = modifiers.softcap * capped, 1 - capped * capped
+        else:
+            capped = tanh(s * modifiers.scale / modifiers.softcap)
             s, derivative = modifiers.softcap * capped, 1 - capped * capped
         s *= LOG2E
-        if modifiers.slope is not None:
+        if modifiers.slope is None:
+            pass
+        elif SHORT:
+            # A thread's columns differ by multiples of 8, which are constants for the compiler.
+            distance = (i.to(tl.float32) - (j & 7).to(tl.float32)) - (j & -8).to(tl.float32)
+            s -= modifiers.slope * tl.abs(distance)
+        else:
             s -= modifiers.slope * tl.abs(i - j).to(tl.float32)
     return s, derivative
 

@@ -125,14 +125,17 @@ def advance(
     lse2 = spread(shared.lse.index(slot), zero)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(shared.dout_full.index(slot), now.phase)
-    place, slope, i, j = None, None, None, None
+    place, slope, rows, columns = None, None, None, None
     if SCORE is not None or call.slopes_ptr is not None:
         place = pairs_of(read_step(step, now, job, call, sizes), number, job, sizes, SCORES)
-        i, j = place.i + band.offset, place.j
     if call.slopes_ptr is not None:
+        first = job.ahead + start_of(read_step(step, now, job, call, sizes), job, sizes) + band.offset
+        rows, columns = place.j - first, gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
         slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, place.h, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
-    s, derivative = modify(s, modifiers, i, j)
+    s, derivative = modify(s, modifiers, rows, columns, True)
+    if call.softcap is not None:
+        derivative = halves_of(derivative, dout)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
@@ -151,6 +154,8 @@ def advance(
     dp = warpgroup_mma_wait(1, deps=[dp])
     p = floats_of(p16)
     ds = unchanged(p * dp, s, modifiers, p != 0.0, place, call.score_tensors, None, DERIVATIVE, None)
+    if call.softcap is not None:
+        derivative = floats_of(derivative)
     ds = halves_of(ds * derivative, dout)
     ds16 = gl.convert_layout(ds, P)
     dk = warpgroup_mma(ds16, q, sums.dk, is_async=True)

@@ -259,7 +259,7 @@ def clear_streamed(start, n, stream, shared, sizes):
 def weigh(s, dp, lse2, delta, i, j, band, masked, call, sizes):
     """Return the weights of a tile: probabilities, or the gradient of the scores."""
     modifiers = Modifiers(call.scale, call.softcap, None)
-    s, derivative = modify(s, modifiers, i, j)
+    s, derivative = modify(s, modifiers, i, j, True)
     x = gl.exp2(s * unit_of(modifiers) - lse2)
     if sizes.OF != "dv":
         x = x * (dp - delta) * derivative

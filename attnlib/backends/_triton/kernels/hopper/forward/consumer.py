@@ -102,7 +102,7 @@ def scores(
     band = KeyBand(
         band.start - n, band.end - n, band.left, band.right, band.prefix, band.offset, band.key + n
     )
-    s, _ = modify(s, modifiers, i + band.offset, j)
+    s, _ = modify(s, modifiers, i + band.offset, j, True)
     if SCORE is not None:
         place = PairIndices(given.b, given.h, at, j + n, given.first)
         s = changed(s, modifiers, place, given.score_tensors, SCORE)
