@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from .internal.signatures import kind, leading_to
 from .tracing.depths import with_alibi
 from .tracing.evaluation import evaluated
 from .tracing.program import SCORED, Program, constant
+from .tracing.score_options import ScoreOptions, options_in
 from .tracing.trace import QUERY_OFFSET, FirstQuery, captured_of, traced
 
 FP32 = torch.finfo(torch.float32)
@@ -28,12 +29,14 @@ class ScoreFunction:
     parameter names. Gradients flow into the floating-point tensors. The Python function is not stored, so a
     ScoreFunction can be copied and pickled. ``dims`` names the dimensions of each tensor by letters, if their
     sizes are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
+    ``contained`` has the softcap and ALiBi that :func:`score_mod` found in the program, or is None.
     """
 
     program: Program
     tensors: tuple[Tensor, ...]
     names: tuple[str, ...]
     dims: tuple[str, ...] = ()
+    contained: ScoreOptions | None = field(default=None, repr=False)
 
     def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
         """Return the same function bound to other tensors of the same dtypes and dimension counts."""
@@ -66,6 +69,11 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
     fp64 for fp64 inputs. Gradients flow through it, also into floating-point tensors among the arguments. See
     :func:`attnlib.mask_mod` for what a function may do.
 
+    If a function begins with ``c * tanh(score / c)``, or with ALiBi whose slopes ``[h]`` or ``[b, h]`` are an
+    argument, these become the call's ``softcap`` and ``alibi_slopes``, for which kernels are faster. The rest
+    stays a function. ALiBi without ``abs``, such as ``score + slopes[h] * (j - i)``, becomes an option if the
+    band of the mask hides all keys after the query.
+
     Raises:
         TraceError: the function cannot run in a kernel; the message names the line.
 
@@ -77,7 +85,7 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
     program = traced("score", function, arguments)
     of_tensors = tuple(isinstance(x, Tensor) for x in arguments)
     tensors = tuple(x for x in arguments if isinstance(x, Tensor))
-    return ScoreFunction(program, tensors, _names_of(function, of_tensors))
+    return ScoreFunction(program, tensors, _names_of(function, of_tensors), (), options_in(program))
 
 
 @constant
@@ -135,6 +143,24 @@ class Score(NamedTuple):
         program = with_alibi(before.program, captured, head=head, sequence=sequence)
         function = ScoreFunction(program, tensors, (*before.names, "alibi_slopes"), before.dims)
         return self._replace(alibi_slopes=None, function=function)
+
+    @property
+    def contained(self) -> ScoreOptions | None:
+        """The options that the function contains; None if the call has options that come in between."""
+        found = self.function.contained if type(self.function) is ScoreFunction else None
+        is_late = found is not None and found.cap is not None and self.softcap is not None
+        return None if is_late or self.alibi_slopes is not None else found
+
+    def with_contained(self, slopes: Tensor | None) -> "Score":
+        """Return equal options, in which those that the function contains are options of their own.
+
+        ``slopes`` are those of the call's heads and sequences; without them, ALiBi stays in the function.
+        """
+        found, function = self.contained, self.function
+        rest = found.rest if slopes is None else found.last
+        function = None if rest is None else replace(function, program=rest, contained=None)
+        softcap = self.softcap if found.cap is None else found.cap
+        return Score(self.scale, softcap, slopes, self.sinks, function)
 
     def filled(self, head_dim: int) -> "Score":
         """Return the validated options, with a default scale for heads of dimension ``head_dim``.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call.cache import key_of
 from ..call.call import NO_ORIGIN, Call, Packing, PieceGradients, checked
+from ..call.score_options import with_score_options
 from ..internal.checks import are_checks_on
 from .placements import MeshPlacement, local_call
 from .select import CALL_CACHE, Explanation, explained, select
@@ -60,6 +61,8 @@ def attend(call: Call, name: Runner = None) -> tuple[Tensor, Tensor]:
 
     Other modules of the package use this for a :class:`Call` that the public functions cannot express.
     """
+    if call.score.function is not None:
+        call = with_score_options(call)
     kv, explains, is_answered = call.kv, type(name) is ExplainOnly, isinstance(name, Interceptor)
     is_routed = kv is not None and kv.route is not None and not is_answered
     if is_routed and (result := _by_route(call, name)) is not None:

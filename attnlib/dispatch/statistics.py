@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Origin, Packing, checked
+from ..call.score_options import with_score_options
 from ..call.statistic import Statistic, checked_statistic, first_column
 from ..internal.checks import are_checks_on
 from ..internal.watched import have_tangents
@@ -28,7 +29,7 @@ def compute(call: Call, statistic: Statistic, name: str | ExplainOnly | None = N
     part = MeshPlacement.empty if type(name) is ExplainOnly else MeshPlacement.local
     if (local := local_call(call, part)) is not None:
         return _of_dtensors(local, statistic, name, part)
-    call = checked(call)
+    call = checked(with_score_options(call))
     statistic = checked_statistic(call, statistic)
     if statistic.kind == "products":  # scores without options
         plain = call._replace(score=Score(call.score.scale), spec=None)

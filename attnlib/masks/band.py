@@ -225,6 +225,15 @@ class Mask:
         """
         return self.left is None and (self.right is None or self.right >= 0)
 
+    @property
+    def hides_all_after(self) -> bool:
+        """True if every query sees no key after its own.
+
+        >>> CAUSAL.hides_all_after, sliding(4).hides_all_after, Mask(right=0, prefix=5).hides_all_after
+        (True, True, False)
+        """
+        return self.right is not None and self.right <= 0 and not self.prefix
+
     def without_prefix(self) -> "Mask":
         """Return the same band without its prefix.
 

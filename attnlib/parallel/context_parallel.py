@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
+from ..call.score_options import with_score_options
 from ..call.trees import over_tree
 from ..dispatch.run import ExplainOnly, Runner
 from ..internal.meshes import check_mesh
@@ -75,7 +76,7 @@ class ContextParallel:
         source = source_of(call.k, call.v) if source is None else source
         sharing = Sharing(self.mesh, self.zigzag)
         _check(call, sharing, source)
-        call = over_tree(_validated(call, call.q.shape[-3] * sharing.ranks))
+        call = over_tree(with_score_options(_validated(call, call.q.shape[-3] * sharing.ranks)))
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, ExplainOnly):

@@ -4,4 +4,5 @@ A program is a list of steps. ``trace.py`` calls the function once, with placeho
 (stand-ins). ``program.py`` holds the resulting text, ``evaluation.py`` runs it on torch tensors, and
 ``derivative.py`` differentiates it. To support another operation in users' functions, extend ``kinds.py``,
 ``tracer.py``, ``evaluation.py``, ``derivative.py``, and the code of each backend that runs programs.
+``score_options.py`` finds softcap and ALiBi in score functions, by the polynomials of ``polynomials.py``.
 """

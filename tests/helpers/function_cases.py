@@ -25,6 +25,11 @@ def faded(score, b, h, i, j, rate):
     return score - torch.exp(rate[b, h]) * (i - j).abs() / (1 + abs(score)) + torch.maximum(score, rate[0, 0])
 
 
+def optional(score, b, h, i, j, slopes, gain):
+    """A softcap, ALiBi and what follows them, of which a call takes the first two as options."""
+    return (3 * torch.tanh(score / 3) - slopes[h] * (i - j).abs()) * gain
+
+
 def undefined(score, b, h, i, j, rate):
     """NaN for keys behind the query, which a causal mask hides, and beyond every number for rows behind the
     last.
@@ -40,6 +45,7 @@ def functions(b=2, h=4, t=60):
     bias = torch.randn(h, 9, dtype=torch.float64, requires_grad=True)
     gain = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     rate = torch.randn(b, h, dtype=torch.float64, requires_grad=True)
+    slopes = torch.tensor([0.5, -0.02, 0, 0.01] * 2, dtype=torch.float64)[:h].requires_grad_()
     masks = {
         "documents": CAUSAL & mask_mod(same_document, document),
         "tree": mask_mod(tree, QUERY_OFFSET, shown),
@@ -50,6 +56,7 @@ def functions(b=2, h=4, t=60):
     scores = {
         "relative": (score_mod(relative, bias, gain), (bias, gain)),
         "faded": (score_mod(faded, rate), (rate,)),
+        "optional": (score_mod(optional, slopes, gain), (slopes, gain)),
         "a number": (score_mod(lambda score, b, h, i, j: score / 2 + h), ()),
     }
     return masks, scores

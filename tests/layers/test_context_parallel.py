@@ -26,8 +26,10 @@ from attnlib import (
     MultiQueryAttention,
     QueryTemperature,
     Rope,
+    ScoreFunction,
     mask_mod,
     masks,
+    score_mod,
     scores,
     shared_angles,
     sliding,
@@ -62,12 +64,19 @@ def functions() -> dict:
     return {"score": scores.distance_bias(nn.Parameter(torch.randn(HEADS, 9))), "mask": CAUSAL & masked}
 
 
+def options() -> ScoreFunction:
+    """A score whose softcap and slopes, which learn, become options of the call."""
+    slopes = nn.Parameter(torch.rand(HEADS))
+    return score_mod(lambda s, b, h, i, j, m: 2 * (3 * torch.tanh(s / 3) + m[h] * (j - i)), slopes)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "mha": lambda: grouped(MultiHeadAttention, bias=True),
     "gqa": lambda: grouped(num_kv_heads=2, qk_norm=True, sinks=True, softcap=4.0),
     "gqa, norm after rope": lambda: grouped(num_kv_heads=2, qk_norm=True, norm_after_rope=True, mask=FULL),
     "gqa, window": lambda: grouped(num_kv_heads=2, mask=sliding(7), alibi=True),
     "gqa, functions": lambda: grouped(num_kv_heads=2, **functions()),
+    "gqa, options of scores": lambda: grouped(num_kv_heads=2, score=options()),
     "gqa, temperature": lambda: grouped(num_kv_heads=2, temperature=QueryTemperature(0.5, 16)),
     "gqa, dynamic": lambda: grouped(num_kv_heads=2, rope=Rope(8, scaling=DynamicNTKScaling(2.0, 16))),
     "gqa, axes": lambda: grouped(num_kv_heads=2, rope=Rope(8, axes=AXES)),

@@ -34,8 +34,10 @@ from attnlib import (
     MultiHeadLatentAttention,
     MultiQueryAttention,
     Rope,
+    ScoreFunction,
     SlowPathWarning,
     mask_mod,
+    score_mod,
     scores,
     sliding,
 )
@@ -65,6 +67,12 @@ def functions() -> dict:
     return {"score": scores.distance_bias(nn.Parameter(torch.randn(HEADS, 5))), "mask": CAUSAL & masked}
 
 
+def options() -> ScoreFunction:
+    """A score whose softcap and slopes, which learn, become options of the call."""
+    slopes = nn.Parameter(torch.rand(HEADS))
+    return score_mod(lambda s, b, h, i, j, m: 2 * (3 * torch.tanh(s / 3) + m[h] * (j - i)), slopes)
+
+
 LAYERS = {
     "mha": lambda: grouped(4, rope=Rope(16), bias=True, output_bias=False),
     "gqa": lambda: grouped(2, rope=Rope(16), qk_norm=True),
@@ -91,6 +99,7 @@ LAYERS = {
     "mqa, functions": lambda: grouped(1, **functions()),
     "gqa, functions, sharded scores": lambda: grouped(2, **functions()),
     "gqa, functions, fsdp": lambda: grouped(2, **functions()),
+    "gqa, options of scores": lambda: grouped(2, score=options()),
     "mla, functions": lambda: latent(**functions()),
     "mla, functions, expanded": lambda: latent(form="expanded", **functions()),
     "gqa, shared keys": lambda: OwnerAndReader(grouped, num_kv_heads=2, rope=Rope(16), qk_norm=True),

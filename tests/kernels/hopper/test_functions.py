@@ -42,7 +42,7 @@ def scores(h: int):
         "": None,
         "distance": score_mod(lambda s, b, h, i, j, x: s + x[h, (i - j).clamp(-128, 128) + 128], bias),
         "learns": score_mod(lambda s, b, h, i, j, x: s * x[h, 0], bias.abs().requires_grad_()),
-        "capped": score_mod(lambda s, b, h, i, j: torch.tanh(s / 3) * 3),
+        "capped": score_mod(lambda s, b, h, i, j: torch.tanh(s / 3) * 4),
     }
 
 

@@ -1,0 +1,219 @@
+"""Find the options of attention that a score function contains, however they are written: softcap and ALiBi.
+
+``c * tanh(score / c)`` is a softcap, and ``score - slopes[h] * |i - j|`` is ALiBi. Kernels apply the softcap
+first, then ALiBi, then the score function, so what follows both in a function can stay a function.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from .derivative import needed
+from .kinds import BOOL, FLOAT
+from .polynomials import BEHIND, DISTANCE, I, J, Polynomial, polynomials
+from .program import Operand, Parsed, Program, Step, Steps, Value, constant
+
+SCORE = Value("score")
+ROUNDED = 2.0**-48  # numbers this close to 1 count as 1, because 1 / 49 * 49 is not 1
+MOST_TERMS = 64  # a longer sum stays in the function
+Known = Mapping[Value, Polynomial]
+Term = tuple[float, Operand]  # a factor, and the operand that it multiplies
+
+
+class ScoreOptions(NamedTuple):
+    """The options that a score function contains, and the rest of the function.
+
+    Attributes:
+        cap: the softcap, or None.
+        rest: the program without the softcap; None if it returns the score unchanged.
+        slopes: the number of the captured tensor with ALiBi's slopes, ``[h]`` or ``[b, h]``; None without.
+        only_behind: True if the bias is ALiBi's only for keys that are not after their query.
+        last: the program without the softcap and ALiBi; None if it returns the score unchanged.
+    """
+
+    cap: float | None
+    rest: Program | None
+    slopes: int | None
+    only_behind: bool
+    last: Program | None
+
+
+def options_in(program: Program) -> ScoreOptions | None:
+    """Return the options that a score function contains, or None if it contains none.
+
+    >>> options_in(Program("def score(score, b, h, i, j, first): x0 = tanh(score); return x0"))
+    ScoreOptions(cap=1.0, rest=None, slopes=None, only_behind=False, last=None)
+    """
+    found = _options_in(program.text)
+    if found is None:
+        return None
+    cap, rest, slopes, only_behind, last = found
+    rest, last = (None if text is None else Program(text) for text in (rest, last))
+    return ScoreOptions(cap, rest, slopes, only_behind, last)
+
+
+@constant
+def _options_in(text: str) -> tuple[float | None, str | None, int | None, bool, str | None] | None:
+    rest, cap = Program(text).parsed, None
+    if (found := _without_softcap(rest)) is not None:
+        cap, rest = found
+        if _without_softcap(rest) is not None:  # a cap of a cap stays as it is written
+            return None
+    slopes, only_behind, last = _without_alibi(rest) or (None, False, rest)
+    if cap is slopes is None:
+        return None
+    return cap, _text(rest), slopes, only_behind, _text(last)
+
+
+def _text(parsed: Parsed) -> str | None:
+    """Return the text of a program without unneeded steps; None if it returns the score unchanged."""
+    if parsed.result == SCORE:
+        return None
+    steps, here = Steps(parsed.inputs, parsed.captured), {}
+    for step in needed(parsed.steps, [parsed.result]):
+        here[step.result] = steps.again(step.operation, [here.get(x, x) for x in step.operands])
+    return steps.program("score", here.get(parsed.result, parsed.result)).text
+
+
+def _is_bottleneck(parsed: Parsed, value: Value) -> bool:
+    """True if the result depends on the score only through ``value``."""
+    found = {SCORE}
+    for step in parsed.steps:
+        if step.result != value and not found.isdisjoint(step.operands):
+            found.add(step.result)
+    return parsed.result not in found
+
+
+def _replaced(parsed: Parsed, value: Value, terms: Sequence[Term]) -> Parsed:
+    """Return the program in which ``value`` is the sum of the score and of ``terms``."""
+    steps, here = Steps(parsed.inputs, parsed.captured), {}
+    for step in parsed.steps:
+        if step.result != value:
+            here[step.result] = steps.again(step.operation, [here.get(x, x) for x in step.operands])
+            continue
+        total: Operand = SCORE
+        for times, x in terms:
+            x = here.get(x, x)
+            if times not in (1, -1) or steps.kind(x) == BOOL:
+                x, times = steps.add("mul", x, float(times)), 1
+            total = steps.add("add" if times == 1 else "sub", total, x)
+        here[value] = total
+    return steps.parsed(here.get(parsed.result, parsed.result))
+
+
+# ---- softcap
+
+
+def _without_softcap(parsed: Parsed) -> tuple[float, Parsed] | None:
+    """Return the softcap and the program that follows it; None if the program does not begin with one."""
+    if all(step.operation != "tanh" for step in parsed.steps):
+        return None
+    known = polynomials(parsed)
+    inside = {step.result: known.get(step.operands[0]) for step in parsed.steps if step.operation == "tanh"}
+    for step in reversed(parsed.steps):
+        cap = _softcap(known[step.result], inside)
+        if cap is not None and _is_bottleneck(parsed, step.result):
+            return cap, _replaced(parsed, step.result, ())
+    return None
+
+
+def _softcap(x: Polynomial, inside: Mapping[Value, Polynomial | None]) -> float | None:
+    """Return ``c`` if a polynomial is ``c * tanh(score / c)``, else None."""
+    ((monomial, cap),) = x.items() if len(x) == 1 else (((), 0),)
+    scaled = inside.get(monomial[0]) if len(monomial) == 1 else None
+    if scaled is None or scaled.keys() != {(SCORE,)} or not _is_one(cap * scaled[SCORE,]):
+        return None
+    return abs(float(cap))
+
+
+def _is_one(x: float) -> bool:
+    return abs(x - 1) <= ROUNDED
+
+
+# ---- ALiBi
+
+
+def _without_alibi(parsed: Parsed) -> tuple[int, bool, Parsed] | None:
+    """Return the number of the slopes' tensor, if only keys behind have ALiBi's bias, and the rest.
+
+    Return None if the program does not begin with ALiBi.
+    """
+    if all(step.operation != "load" for step in parsed.steps):
+        return None
+    known, made, changing = polynomials(parsed), {step.result: step for step in parsed.steps}, {SCORE}
+    for step in parsed.steps:
+        if not changing.isdisjoint(step.operands):
+            changing.add(step.result)
+    for step in reversed(parsed.steps):
+        if step.result in changing and _is_bottleneck(parsed, step.result):
+            found = _alibi(_terms(step.result, made, changing), known, changing)
+            if found is not None:
+                slopes, only_behind, others = found
+                return slopes, only_behind, _replaced(parsed, step.result, others)
+    return None
+
+
+def _terms(x: Value, made: Mapping[Value, Step], changing: Container[Operand]) -> list[Term]:
+    """Return the terms of a sum, without parentheses; none of a very long sum."""
+    found, waiting = [], [(1, x)]
+    while waiting:
+        times, x = waiting.pop()
+        step = made.get(x)
+        y, z = (None, None) if step is None else (step.operands[0], step.operands[-1])
+        match step and step.takes == FLOAT and step.operation:
+            case "add" | "sub":
+                waiting += [(times if step.operation == "add" else -times, z), (times, y)]
+            case "neg":
+                waiting.append((-times, y))
+            case "mul" if x in changing and not (isinstance(y, Value) and isinstance(z, Value)):
+                y, z = (y, z) if isinstance(y, Value) else (z, y)
+                waiting.append((times * z, y))
+            case "truediv" if x in changing and not isinstance(z, Value) and z:
+                waiting.append((times / z, y))
+            case _:
+                found.append((times, x))
+        if len(found) + len(waiting) > MOST_TERMS:
+            return []
+    return found
+
+
+def _alibi(
+    terms: Sequence[Term], known: Known, changing: Container[Operand]
+) -> tuple[int, bool, list[Term]] | None:
+    """Return the tensor of slopes, if only keys behind have ALiBi's bias, and the other terms but the score.
+
+    Return None if the sum does not contain the score once and ALiBi.
+    """
+    scores, others = ([x for x in terms if (x[1] in changing) == is_score] for is_score in (True, False))
+    if any(x != SCORE for _, x in scores) or not _is_one(sum(times for times, _ in scores)):
+        return None
+    slopes = [_slopes(known.get(x, {})) for _, x in others]
+    best = None
+    for tensor in dict.fromkeys(filter(None, slopes)):
+        parts = [x for x, of in zip(others, slopes, strict=True) if of == tensor]
+        only_behind = _is_only_behind(parts, known)
+        if only_behind is not None and (best is None or not only_behind):
+            rest = [x for x, of in zip(others, slopes, strict=True) if of != tensor and x[1] != 0]
+            best = int(tensor.name[1:]), only_behind, rest
+    return best
+
+
+def _slopes(x: Polynomial) -> Value | None:
+    """Return the tensor of slopes if every monomial is a slope times an index or a distance, else None."""
+    found = {
+        monomial[1] if len(monomial) == 2 and monomial[0] in (I, J, DISTANCE, BEHIND) else None
+        for monomial in x
+    }
+    slopes = found.pop() if len(found) == 1 else None
+    return slopes if slopes is not None and slopes.name.startswith("t") else None
+
+
+def _is_only_behind(terms: Sequence[Term], known: Known) -> bool | None:
+    """Return False if slopes times ``-|i - j|`` are the sum of the terms, True if only for keys behind."""
+    total = dict.fromkeys((I, J, DISTANCE, BEHIND), 0.0)
+    for times, x in terms:
+        for (of, _), coefficient in known[x].items():
+            total[of] += times * coefficient
+    if _is_one(-total[DISTANCE]) and total[I] == total[J] == total[BEHIND] == 0:
+        return False
+    behind = total[DISTANCE] + total[BEHIND]
+    return True if _is_one(-total[I] - behind) and _is_one(total[J] - behind) else None
