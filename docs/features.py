@@ -141,7 +141,7 @@ TREE = masks.until(ENDS, ENDS) & sliding(256)
 EVERY_SECOND = CAUSAL & mask_mod(lambda b, h, i, j: (i - j) % 2 == 0)
 READS_TENSOR = Score(function=scores.distance_bias(meta(HEADS, 256)))
 SUMS = Score(function=score_mod(lambda score, b, h, i, j: score - 0.1 * (i - j)))
-TANH = Score(function=score_mod(lambda score, b, h, i, j: 9 * (score / 9).tanh()))
+TANH = Score(function=score_mod(lambda score, b, h, i, j: 9 * (score / 8).tanh()))
 EXPANDED, ABSORBED = (192, 128), (576, 512)  # channels of keys and values in DeepSeek's MLA
 ON_TENSORS = (
     dense("bf16, fp16", dtypes=(torch.bfloat16, torch.float16)),
