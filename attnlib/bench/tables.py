@@ -14,7 +14,21 @@ from typing import NamedTuple
 
 import torch
 
-from . import blocks, cases, cpu, decode, gates, memory, parallel, speed, steps, stored, trees, weights
+from . import (
+    blocks,
+    cases,
+    cpu,
+    decode,
+    functions,
+    gates,
+    memory,
+    parallel,
+    speed,
+    steps,
+    stored,
+    trees,
+    weights,
+)
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
@@ -94,6 +108,12 @@ GPU = (
         "trees",
         "Sequences with a common prefix as a tree, per visible pair, GQA 32/8 d128, bf16",
         RATE,
+    ),
+    _table(
+        functions.rows,
+        "functions",
+        "Mask and score functions, 16 heads causal, 2 x 8k, bf16",
+        "ms",
     ),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),
