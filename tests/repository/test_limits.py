@@ -13,9 +13,9 @@ SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
-# One door and one file of kernels recompute scores, beside those of attention.
+# One door and one file of kernels recompute scores, beside those of attention; one kernel makes descales.
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 8)
+    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 9)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 RECOMPUTED = {"attention_weights", "attention_maxima"}
@@ -197,10 +197,11 @@ def test_backends_stay_small():
     Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122; Hopper's
     own kernels for them 5. Recomputed probabilities and largest scores, on three backends and by four
     kernels, brought 511. Tiles of trees, told apart by bounds of their tokens, brought 87, and repeated calls
-    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5.
+    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5. A forward in
+    e4m3 of 16-bit inputs brought 159: a kernel that rounds them, its launches, a definition of gradients.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4913, f"{sum(found.values())} statements in backends/, not 4913: {found}"
+    assert sum(found.values()) <= 5072, f"{sum(found.values())} statements in backends/, not 5072: {found}"
 
 
 def test_the_benchmark_stays_small():
