@@ -161,7 +161,9 @@ def _in_fp8(call: Call) -> tuple[Tensor, Tensor]:
     wide = {"q": q.float(), "k": k.float(), "v": v.float()}
     own, own_lse = attention(call._replace(spec=spec._replace(dtype=torch.float32), **wide))
     own_lse, out = own_lse.masked_fill(own_lse == -torch.inf, 0), out.to(q.dtype).float()
+    # Clamped, because infinity times 0 would be NaN.
     weight = torch.exp(own_lse - lse).masked_fill(lse == -torch.inf, 0).detach()
+    weight = weight.clamp(max=torch.finfo(weight.dtype).max)
     step = (own_lse - own_lse.detach()) * weight
     out = out + (own - own.detach()) * weight.mT[..., None] + (own.detach() - out) * step.mT[..., None]
     return out.to(q.dtype), lse + step

@@ -7,7 +7,7 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
 
-from attnlib import CAUSAL, attention, attention_with_lse, explain, quantize_fp8, varlen_attention
+from attnlib import CAUSAL, attention, attention_with_lse, explain, mask_mod, quantize_fp8, varlen_attention
 from attnlib.backends._triton.dense import hopper_tables
 from attnlib.backends._triton.dense.quantize import quantize
 from attnlib.backends.operators import flat
@@ -86,10 +86,10 @@ def test_keys_outside_the_bounds_have_no_part():
         assert_quantized(Call(q, CAUSAL, k=k, v=k, **bounds, **IN_FP8))
 
 
-def solved(q: Tensor, k: Tensor, v: Tensor, backend: str, **options) -> list[Tensor]:
+def solved(q: Tensor, k: Tensor, v: Tensor, backend: str, mask=CAUSAL, **options) -> list[Tensor]:
     """The output and LSE of a call in e4m3, and its gradients."""
     tensors = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out, lse = attention_with_lse(*tensors, mask=CAUSAL, backend=backend, **options)
+    out, lse = attention_with_lse(*tensors, mask=mask, backend=backend, **options)
     return [out, lse, *torch.autograd.grad(out.float().sin().sum() + lse.sin().sum(), tensors)]
 
 
@@ -106,6 +106,21 @@ def test_attention_and_gradients(backend, monkeypatch):
     theirs = solved(q.cpu(), k.cpu(), v.cpu(), "torch", **IN_FP8)
     for mine, golden in zip(ours, theirs, strict=True):
         assert (mine.cpu().float() - golden.float()).norm() <= 0.04 * golden.float().norm()
+
+
+def test_functions_softcap_and_dropout():
+    d, s = (24, 40) if INTERPRETED else (128, 1000)
+    q, k, v = (torch.randn(2, s, heads, d).to(DEVICE, HALF) for heads in (4, 2, 2))
+    found = []
+    for backend, device in (("triton", DEVICE), ("torch", "cpu")):
+        seed = torch.tensor([5], device=device)
+        mask = CAUSAL & mask_mod(lambda b, h, i, j: (i + j) % 3 != 1)
+        options = {"mask": mask, "softcap": 5.0, "dropout_p": 0.2, "dropout_seed": seed, **IN_FP8}
+        found.append(solved(*(x.to(device) for x in (q, k, v)), backend, **options))
+    for mine, golden in zip(*found, strict=True):
+        seen = golden > -torch.inf
+        mine, golden = mine.cpu()[seen].float(), golden[seen].float()
+        assert (mine - golden).norm() <= 0.04 * golden.norm()
 
 
 def test_packed_sequences_are_each_alone_to_the_bit():

@@ -197,11 +197,12 @@ def test_backends_stay_small():
     Heads of 257 to 576 channels in training, and torch's memory-efficient attention, brought 122; Hopper's
     own kernels for them 5. Recomputed probabilities and largest scores, on three backends and by four
     kernels, brought 511. Tiles of trees, told apart by bounds of their tokens, brought 87, and repeated calls
-    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5. A forward in
-    e4m3 of 16-bit inputs brought 159: a kernel that rounds them, its launches, a definition of gradients.
+    and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5, and
+    probabilities from scores in the reference 10. A forward in e4m3 of 16-bit inputs brought 151: a kernel
+    that rounds them, its launches, and a definition of the gradients.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5072, f"{sum(found.values())} statements in backends/, not 5072: {found}"
+    assert sum(found.values()) <= 5074, f"{sum(found.values())} statements in backends/, not 5074: {found}"
 
 
 def test_the_benchmark_stays_small():
