@@ -40,6 +40,11 @@ class Fp8Inputs(NamedTuple):
     k_descale: Tensor
     v_descale: Tensor
 
+    @property
+    def descales(self) -> Descales:
+        """The three scales."""
+        return Descales(self.q_descale, self.k_descale, self.v_descale)
+
 
 def descales_of(q: Tensor | None, k: Tensor | None = None, v: Tensor | None = None) -> Descales | None:
     """Return the scales that dequantize the inputs of a call, or None if the call has none."""
@@ -67,6 +72,23 @@ def check_descales(
                 f"{name}: expected an fp32 tensor with {dtype} inputs, got {got}; see quantize_fp8()"
             )
         bind((name, x, "bh" if name == "q_descale" else "bg"), known=sizes)
+
+
+def check_compute_dtype(compute_dtype: object, dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless a call on inputs of ``dtype`` can compute in ``compute_dtype``."""
+    if not isinstance(compute_dtype, torch.dtype):
+        raise TypeError(
+            f"compute_dtype: expected None or {E4M3}, got {type(compute_dtype).__name__} {compute_dtype!r}"
+        )
+    if compute_dtype != E4M3:
+        raise ValueError(f"compute_dtype: expected None or {E4M3}, got {compute_dtype}; cast q, k and v")
+    if dtype == E4M3:
+        raise TypeError(f"compute_dtype: expected None with {E4M3} inputs, got {E4M3}; leave it out")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"q: expected fp16 or bf16 with compute_dtype={E4M3}, got {dtype}; cast q, k and v, or run under "
+            "torch.autocast"
+        )
 
 
 @kind
@@ -107,8 +129,21 @@ def quantize_fp8(
         device = q.device.type
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             q, k = q.float() @ turn, k.float() @ turn
-    (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)
-    v, v_descale = _quantized(v, cu_seqlens_k)
+    return quantized((q, k, v), (cu_seqlens_q, cu_seqlens_k))
+
+
+def quantized(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor | None, Tensor | None],
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Fp8Inputs:
+    """Quantize q, k and v, given their offsets if they are packed.
+
+    Keys and values outside ``bounds``, which are key_starts and key_ends, become zeros.
+    """
+    (q, k, v), (cu_seqlens_q, cu_seqlens_k) = tensors, offsets
+    q, q_descale = _quantized(q, cu_seqlens_q)
+    (k, k_descale), (v, v_descale) = (_quantized(x, cu_seqlens_k, *bounds) for x in (k, v))
     return Fp8Inputs(q, k, v, q_descale, k_descale, v_descale)
 
 
@@ -128,9 +163,19 @@ def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:], n, right=True)
 
 
-def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a tensor in e4m3, and the scale ``[b, h]`` that dequantizes it."""
+def _quantized(
+    x: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None = None, ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a tensor in e4m3, and the scale ``[b, h]`` that dequantizes it.
+
+    Tokens before ``starts`` or from ``ends`` on become zeros.
+    """
     x = x.float() if x.dtype == torch.float64 else x
+    if not starts is ends is None:
+        at = torch.arange(x.shape[1], device=x.device)
+        hidden = [at < starts[:, None]] if starts is not None else []
+        hidden += [at >= ends[:, None]] if ends is not None else []
+        x = x.masked_fill(torch.stack(hidden).any(0)[..., None, None], 0)
     sizes = torch.linalg.vector_norm(x.nan_to_num(0, 0, 0), torch.inf, -1).float()  # [b, t, h]
     if cu_seqlens is None:
         largest = sizes.amax(1) if sizes.shape[1] else sizes.sum(1)

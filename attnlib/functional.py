@@ -5,6 +5,7 @@ from copy import copy
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .call.call import NO_ORIGIN, Call, Dropout, Packing
@@ -49,6 +50,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``.
@@ -81,6 +83,9 @@ def attention(
         q_descale: positive fp32 ``[b, h]``, the factor of an e4m3 q for each sequence and head.
         k_descale: positive fp32 ``[b, g]``, the same for k.
         v_descale: positive fp32 ``[b, g]``, the same for v.
+        compute_dtype: ``torch.float8_e4m3fn`` rounds fp16 or bf16 q, k and v to e4m3 for the forward, with a
+            scale for each sequence and head. The output has q's dtype. The backward uses q, k and v as they
+            are, with this output and LSE. None computes in the dtype of q.
         backend: ``"torch"``, ``"triton"``, ``"triton:generic"`` (only generic kernels) or ``"reference"``, to
             run on this backend or raise an error. None selects one. ``"strict"`` selects one too, and raises
             an error if the call would be slow.
@@ -100,8 +105,8 @@ def attention(
         Score(scale, softcap, alibi_slopes, sinks, score),
         Dropout(dropout_p, dropout_seed),
         (q_descale, k_descale, v_descale),
-        keys=(k, v),
-        bounds=(key_starts, key_ends),
+        keys=(k, v, key_starts, key_ends),
+        compute_dtype=compute_dtype,
     )
     return attend(warn_of_layout(call), backend)[0]
 
@@ -125,6 +130,7 @@ def attention_with_lse(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`attention` and its LSE ``[b, h, s]``; both are differentiable.
@@ -138,8 +144,8 @@ def attention_with_lse(
         Score(scale, softcap, alibi_slopes, sinks, score),
         Dropout(dropout_p, dropout_seed),
         (q_descale, k_descale, v_descale),
-        keys=(k, v),
-        bounds=(key_starts, key_ends),
+        keys=(k, v, key_starts, key_ends),
+        compute_dtype=compute_dtype,
         lse=True,
     )
     return attend(warn_of_layout(call), backend)
@@ -166,6 +172,7 @@ def varlen_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return attention within packed sequences, ``[s, h, e]``.
@@ -181,7 +188,8 @@ def varlen_attention(
         Score(scale, softcap, alibi_slopes, sinks, score),
         Dropout(dropout_p, dropout_seed),
         (q_descale, k_descale, v_descale),
-        keys=(k, v),
+        keys=(k, v, None, None),
+        compute_dtype=compute_dtype,
         packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )
     return attend(call, backend)[0]
@@ -208,6 +216,7 @@ def varlen_attention_with_lse(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`varlen_attention`, and its LSE ``[h, s]``, -inf after the last offset."""
@@ -217,7 +226,8 @@ def varlen_attention_with_lse(
         Score(scale, softcap, alibi_slopes, sinks, score),
         Dropout(dropout_p, dropout_seed),
         (q_descale, k_descale, v_descale),
-        keys=(k, v),
+        keys=(k, v, None, None),
+        compute_dtype=compute_dtype,
         packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         lse=True,
     )
@@ -333,15 +343,16 @@ def _call(
     dropout: Dropout = NO_DROPOUT,
     descales: tuple[Tensor | None, ...] = (),
     *,
-    keys: tuple[Tensor | None, Tensor | None] = (None, None),
+    keys: tuple[Tensor | None, ...] = (None, None, None, None),
     kv: KVView | None = None,
-    bounds: tuple[Tensor | None, Tensor | None] = (None, None),
     packing: Packing | None = None,
+    compute_dtype: torch.dtype | None = None,
     lse: bool = False,
 ) -> Call:
-    """Build a Call from the arguments of an attention function; ``bounds`` are key_starts and key_ends."""
-    (k, v), (starts, ends), given = keys, bounds, descales_of(*descales)
-    return Call(q, mask, score, k, v, kv, starts, ends, packing, dropout, NO_ORIGIN, given, lse)
+    """Build a Call from the arguments of a function; ``keys`` are k, v, key_starts and key_ends."""
+    k, v, *bounds = keys
+    rest = packing, dropout, NO_ORIGIN, descales_of(*descales), lse, compute_dtype
+    return Call(q, mask, score, k, v, kv, *bounds, *rest)
 
 
 def _view(kv: KVView) -> KVView:

@@ -69,6 +69,7 @@ def dense(
     learns: bool = False,
     dropout: float = 0.0,
     lse: bool = False,
+    compute_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> Feature:
     """Return a feature of calls without a cache; with ``learns``, the score's tensors get gradients too."""
@@ -80,6 +81,7 @@ def dense(
         return Call(
             q.requires_grad_(grad), mask, learning(score) if learns and grad else score, k, v,
             key_starts=bound, key_ends=bound, lse=lse, dropout=Dropout(dropout),
+            compute_dtype=compute_dtype,
             packing=Packing(offsets, offsets) if packed else None,
             descales=descales_of(*(meta(SEQUENCES, n) for n in (h, g, g))) if dtype == E4M3 else None,
         )  # fmt: skip
@@ -148,6 +150,9 @@ ON_TENSORS = (
     dense("fp32", dtypes=(torch.float32,)),
     dense("fp64", dtypes=(torch.float64,)),
     dense("fp8, from `quantize_fp8`", dtypes=(E4M3,)),
+    dense(
+        "a forward in e4m3, by `compute_dtype`", dtypes=(torch.bfloat16, torch.float16), compute_dtype=E4M3
+    ),
     dense("up to 512 keys", tokens=512),
     dense("heads of up to 32 channels", widths=((16, 16), (32, 32))),
     dense("heads of 64, 96, 128 or 256 channels", widths=tuple((n, n) for n in (64, 96, 128, 256))),

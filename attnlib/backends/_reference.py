@@ -10,7 +10,7 @@ from torch import Tensor
 from ..call.call import Call, PieceGradients, Score
 from ..call.spec import AttentionSpec
 from ..call.statistic import Statistic
-from ..fp8 import per_token
+from ..fp8 import E4M3, per_token, quantized
 from ..internal.philox import dropout_keep
 from ..kv import KVView
 from ..masks.band import AnyMask, Mask
@@ -40,6 +40,8 @@ def variant(call: Call) -> str:
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and LSE, with gradients if keys and values are tensors."""
+    if call.spec.compute_dtype is not None:
+        return _in_fp8(call)
     q, k, v, score = call.q, call.k, call.v, call.score
     if call.descales is not None:
         q, k, v = _dequantized(call)
@@ -140,6 +142,31 @@ def _widened(call: Call) -> Call:
     """
     dtype = wide(call.q)
     return call._replace(score=Score(*(x.to(dtype) if isinstance(x, Tensor) else x for x in call.score)))
+
+
+def _in_fp8(call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and LSE of a call whose forward rounds q, k and v to e4m3.
+
+    With gradients, they are the output and LSE of the e4m3 call plus terms of value 0. The derivatives of
+    these terms are those of the call in fp32, with the probabilities and outputs of the e4m3 call.
+    """
+    q, k, v, packing, spec = call.q, call.k, call.v, call.packing, call.spec._replace(compute_dtype=None)
+    offsets = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    x = quantized((q.detach(), k.detach(), v.detach()), offsets, (call.key_starts, call.key_ends))
+    given = {"q": x.q, "k": x.k, "v": x.v, "descales": x.descales}
+    with torch.no_grad():
+        out, lse = attention(call._replace(spec=spec._replace(dtype=E4M3), **given))
+    if not spec.grad:
+        return out.to(q.dtype), lse
+    wide = {"q": q.float(), "k": k.float(), "v": v.float()}
+    own, own_lse = attention(call._replace(spec=spec._replace(dtype=torch.float32), **wide))
+    own_lse, out = own_lse.masked_fill(own_lse == -torch.inf, 0), out.to(q.dtype).float()
+    # Clamped, because infinity times 0 would be NaN.
+    weight = torch.exp(own_lse - lse).masked_fill(lse == -torch.inf, 0).detach()
+    weight = weight.clamp(max=torch.finfo(weight.dtype).max)
+    step = (own_lse - own_lse.detach()) * weight
+    out = out + (own - own.detach()) * weight.mT[..., None] + (own.detach() - out) * step.mT[..., None]
+    return out.to(q.dtype), lse + step
 
 
 def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from ..call.cache import Run
 from ..call.call import Call, PieceGradients
 from ..call.spec import NO_BACKWARD
+from ..fp8 import Fp8Inputs
 from ..internal.watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops, statistic_flops
 from .operators import (
@@ -38,16 +39,25 @@ WITH_GRADIENTS = 5  # only the first 5 arguments have gradients: q, k, v, ALiBi 
 
 
 class Operators:
-    """The operators ``{name}_forward`` and ``{name}_backward`` of a backend, and the functions they run."""
+    """The operators ``{name}_forward`` and ``{name}_backward`` of a backend, and the functions they run.
 
-    def __init__(self, name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Gradients):
+    ``quantize`` rounds the inputs of a call to e4m3.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., tuple[Tensor, Tensor]],
+        backward: Gradients,
+        quantize: Callable[[Arguments], Fp8Inputs],
+    ):
         self.name = name
-        self.forward = forward
+        self.forward = partial(_run, forward, quantize)
         self.backward = backward
         self._library = register(
             Operator(
                 f"{name}_forward{FORWARD}",
-                forward,
+                self.forward,
                 fake_attention,
                 forward_flops,
                 self.gradients,
@@ -147,6 +157,21 @@ class Operators:
 
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default
+
+
+def _run(
+    forward: Callable[..., tuple[Tensor, Tensor]], quantize: Callable[[Arguments], Fp8Inputs], *arguments
+) -> tuple[Tensor, Tensor]:
+    """Run a forward, on q, k and v rounded to e4m3 if the call asks for it.
+
+    The backward gets q, k and v as they are, so it differentiates the call with the output and LSE of this
+    forward (a straight-through estimator of the rounding).
+    """
+    a = Arguments(*arguments)
+    if not a.to_fp8:
+        return forward(*arguments)
+    out, lse = forward(*a._replace(to_fp8=False, **quantize(a)._asdict()))
+    return out.to(a.q.dtype), lse
 
 
 def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call.call import Call, Score
 from ..call.functions import Functions
 from ..call.statistic import Statistic
-from ..fp8 import E4M3
+from ..fp8 import E4M3, Fp8Inputs, quantized
 from ..internal.watched import is_transforming
 from ..masks.band import Mask
 from ..tracing.program import Program
@@ -60,6 +60,7 @@ class Arguments(NamedTuple):
     mask_program: str | None
     score_program: str | None
     mask_tree: str | None
+    to_fp8: bool  # True if the forward first rounds q, k and v to e4m3
     learns: bool  # True if ALiBi slopes, or a tensor that the score function reads, need a gradient
 
 
@@ -144,7 +145,7 @@ def flat(call: Call) -> Arguments:
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed,
         origin, q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, tree,
-        _learns(call),
+        call.compute_dtype == E4M3, _learns(call),
     )  # fmt: skip
 
 
@@ -216,6 +217,12 @@ def functions_of(a: AnyArguments) -> Functions | None:
 def mask_and_score(a: AnyArguments) -> tuple[Mask, Score]:
     """Return the band of the mask, and the options that turn a product of q and k into a score."""
     return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
+
+
+def quantize(a: Arguments) -> Fp8Inputs:
+    """Round q, k and v of a call to e4m3, with torch's functions."""
+    offsets, bounds = (a.cu_seqlens_q, a.cu_seqlens_k), (a.key_starts, a.key_ends)
+    return quantized((a.q, a.k, a.v), offsets, bounds)
 
 
 def readable(a: AnyArguments) -> AnyArguments:

@@ -22,6 +22,7 @@ Write = Callable[
     [Tensor, Tensor | None, Angles | None], None
 ]  # a cached write takes the k and v of a step, and the rotary angles
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
+COMPUTED = (type(None), torch.dtype)
 Key = tuple[object, ...]  # equal keys mean that one cached call or write can serve both
 
 
@@ -45,6 +46,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         # Only floats and None: tensors cannot be keys, and 1 and True equal 1.0, but may be invalid.
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
+        or type(call.compute_dtype) not in COMPUTED
         or not (q.layout is k.layout is v.layout is torch.strided)
         or torch.is_autocast_enabled(q.device.type)
         or is_forward_mode(q, k, v)
@@ -54,7 +56,8 @@ def key_of(call: Call, name: str | None) -> Key | None:
     ):
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name, call.lse)
+    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.compute_dtype)
+    asked += (call.mask, score, grad, name, call.lse)
     if call.descales is not None:
         if not all(x is None or _is_plain(x) for x in call.descales):
             return None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..fp8 import E4M3, Descales, check_descales
+from ..fp8 import E4M3, Descales, check_compute_dtype, check_descales
 from ..internal.checks import INT32, bind, came, is_strided, refuse_tensor
 from ..kv import KVView
 from ..masks.band import AnyMask, Mask
@@ -106,6 +106,7 @@ class Call(NamedTuple):
     origin: Origin = Origin()
     descales: Descales | None = None
     lse: bool = False
+    compute_dtype: torch.dtype | None = None
     spec: AttentionSpec | None = None
 
     @property
@@ -185,12 +186,14 @@ def checked(call: Call) -> Call:
     else:
         sizes = _bind_to_view(call)
         (q,), k, v = _autocast(call.q), None, None
+    if call.compute_dtype is not None:
+        check_compute_dtype(call.compute_dtype, q.dtype)
     _check_tensors(call, sizes)
     call = over_tree(call)
     score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
     # Calling the constructor twice takes a third of the time of _replace().
-    rest = call.packing, dropout, call.origin, call.descales, call.lse
+    rest = call.packing, dropout, call.origin, call.descales, call.lse, call.compute_dtype
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 

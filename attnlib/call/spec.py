@@ -14,7 +14,10 @@ from ..masks.function import MaskFunction
 from .functions import Programs
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
-NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"
+NO_FP8_BACKWARD = (
+    "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16; "
+    "compute_dtype=torch.float8_e4m3fn then rounds the forward to e4m3"
+)
 
 
 class AttentionSpec(NamedTuple):
@@ -28,6 +31,7 @@ class AttentionSpec(NamedTuple):
         strided: the names of tensors whose last dimension is not contiguous.
         layout, page_size, batch_invariant: set for cached calls only.
         interpreted: True if Triton's interpreter runs the kernels, without a GPU.
+        compute_dtype: the dtype that the forward rounds q, k and v to, or None for their own.
         statistic: the kind of a :class:`~attnlib.call.statistic.Statistic` that is computed instead of the
             output; empty for attention.
     """
@@ -52,6 +56,7 @@ class AttentionSpec(NamedTuple):
     batch_invariant: bool
     interpreted: bool = False
     functions: Programs | None = None
+    compute_dtype: torch.dtype | None = None
     statistic: str = ""
 
     @property
@@ -120,6 +125,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         kv is not None and kv.split_size > 0,
         device_type == "cpu" and is_interpreted(),
         None if functions is None else functions.programs,
+        call.compute_dtype,
     )
 
 

@@ -198,9 +198,8 @@ def local_call(
         origin = origin._replace(head=origin.head + sharing.span("h")[0])
         origin = origin if packing else origin._replace(sequence=origin.sequence + sharing.span("b")[0])
         dropout = dropout._replace(seed=of(_seed(dropout, q.device, sharing)))
-    return LocalCall(
-        Call(q, mask, score, k, v, None, *bounds, packing, dropout, origin, descales, call.lse), sharing
-    )
+    rest = packing, dropout, origin, descales, call.lse, call.compute_dtype
+    return LocalCall(Call(q, mask, score, k, v, None, *bounds, *rest), sharing)
 
 
 def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Tensor | None:

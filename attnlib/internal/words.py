@@ -344,6 +344,14 @@ ROWS = (
         ("lengths", "use lengths="),
         ("q kv", "use kv=, the KVView that append() or view() of a cache returned"),
     ),
+    (
+        "compute_dtype",
+        (
+            "q kv",
+            "a cache made with storage_dtype=torch.float8_e4m3fn takes q in e4m3 with q_descale=; see "
+            "quantize_fp8()",
+        ),
+    ),
 )
 REMEDIES = MappingProxyType({word: row[1:] for row in ROWS for word in row[0].split()})
 

@@ -16,6 +16,7 @@ MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in 
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
+QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -89,10 +90,22 @@ def entries() -> Iterator[Build]:
         for head in TRAINED:
             for kernel in ("forward", *KERNELS[2:]):
                 yield Build(kernel, 90, head, function=function)
+    yield from quantize_entries()
     yield from statistic_entries()
     yield from tree_entries()
     yield from wide_entries()
     yield from hopper_entries()
+
+
+def quantize_entries() -> Iterator[Build]:
+    """What rounds q, k and v to e4m3, on chips that multiply it."""
+    for kernel in QUANTIZE:
+        for head in HEADS:
+            yield Build(kernel, 90, head)
+        for rows in ("starts and ends", "packed"):
+            yield Build(kernel, 90, (128, 128), rows=rows)
+        for arch in (100, 120):
+            yield Build(kernel, arch, (128, 128))
 
 
 def statistic_entries() -> Iterator[Build]:

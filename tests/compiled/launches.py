@@ -15,8 +15,8 @@ from attnlib.backends._triton.decode import shapes as decode_shapes
 from attnlib.backends._triton.decode import writes
 from attnlib.backends._triton.decode.writes import write_cache
 from attnlib.backends._triton.dense import hopper as variants
+from attnlib.backends._triton.dense import quantize, statistics
 from attnlib.backends._triton.dense import shapes as plans
-from attnlib.backends._triton.dense import statistics
 from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.launch import Launch, plan_cache
@@ -31,7 +31,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import STATISTICS, Build
+from .builds import QUANTIZE, STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -82,7 +82,7 @@ def _dense(build: Build) -> Prepared:
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
-        TREE if build.function == "tree" else None, not build.hopper,
+        TREE if build.function == "tree" else None, False, not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])
@@ -91,6 +91,8 @@ def _dense(build: Build) -> Prepared:
     )
     if build.kernel in STATISTICS:
         return _statistic(build, key, named)
+    if build.kernel in QUANTIZE:
+        return getattr(quantize.plan(key), build.kernel.removeprefix("quantize_")), named | _rounded(named)
     if build.kernel == "bound_tiles":
         return variants.states(key)[0], named
     if build.kernel == "list_tiles":
@@ -173,6 +175,13 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "q_descale": numbers(BATCH, QUERY_HEADS, given=fp8),
         "k_descale": numbers(BATCH, KV_HEADS, given=fp8), "v_descale": numbers(BATCH, KV_HEADS, given=fp8),
     }  # fmt: skip
+
+
+def _rounded(named: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What rounding to e4m3 writes."""
+    numbers = {f"{x}_e4m3": torch.empty_like(named[x], dtype=torch.uint8) for x in "qkv"}
+    numbers |= {f"{x}_descale": torch.empty(BATCH, named[x].shape[-2], device="meta") for x in "qkv"}
+    return numbers | {"maxima": torch.empty(BATCH * QUERY_HEADS, dtype=torch.int32, device="meta")}
 
 
 def _over_cache(build: CachedBuild) -> Prepared:

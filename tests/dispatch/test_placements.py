@@ -165,6 +165,20 @@ def packed(mesh) -> None:
         same(x, y, "packed")
 
 
+def in_e4m3(mesh) -> None:
+    """Every head has a scale of its own, so its shard has the bits of the whole call."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 9, heads, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    options = {"mask": CAUSAL, "compute_dtype": torch.float8_e4m3fn}
+    out, lse = attention_with_lse(*whole, **options)
+    (out.float().square().sum() + lse.sum()).backward()
+    shards = [spread(x, mesh, [HEADS]) for x in whole]
+    found = attention_with_lse(*shards, **options)
+    (found[0].float().pow(2).sum() + found[1].sum()).backward()
+    for x, y in zip((*found, *(x.grad for x in shards)), (out, lse, *(x.grad for x in whole)), strict=True):
+        assert torch.equal(x.full_tensor(), y)
+
+
 def recomputed(mesh) -> None:
     """Probabilities and largest scores of every form, dense and packed, lie as queries and keys do."""
     torch.manual_seed(0)
@@ -270,6 +284,7 @@ CHECKS = {
         every_option,
         other_sizes,
         packed,
+        in_e4m3,
         partial_inputs,
         seeds,
         refusals,

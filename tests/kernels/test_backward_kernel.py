@@ -46,7 +46,7 @@ def launch(
     of_values = tiles._replace(block_m=32) if values_apart else None
     terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 6)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 5, True)
+    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 5, False, True)
     plan_cache.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):

@@ -13,9 +13,9 @@ SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
-# One door and one file of kernels recompute scores, beside those of attention.
+# One door and one file of kernels recompute scores, beside those of attention; one kernel makes descales.
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 8)
+    dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 9)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 RECOMPUTED = {"attention_weights", "attention_maxima"}
@@ -199,19 +199,20 @@ def test_backends_stay_small():
     kernels, brought 511. Tiles of trees, told apart by bounds of their tokens, brought 87, and repeated calls
     and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5; statistics of
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
-    backward 11.
+    backward 11. A forward in e4m3 of 16-bit inputs brought 151: a kernel that rounds them, its launches, and
+    a definition of the gradients.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 4934, f"{sum(found.values())} statements in backends/, not 4934: {found}"
+    assert sum(found.values()) <= 5085, f"{sum(found.values())} statements in backends/, not 5085: {found}"
 
 
 def test_the_benchmark_stays_small():
     """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
 
     The tables of output gates and of heads wider than 256 brought 54, that of recomputed probabilities 49,
-    that of trees 84, and --blocks with its picture 160.
+    that of trees 84, --blocks with its picture 160, and that of mask and score functions 99.
     """
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1541
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1640
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)

@@ -84,7 +84,7 @@ def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradie
 def prepare(call: Call) -> Run | None:
     """Return a function that repeats a call on a CPU, over a cache or by torch's fused attention, or None."""
     spec, (_, s, *_) = call.spec, call.q.shape
-    if spec.device != "cpu" or spec.strided or call.score.options or call.descales:
+    if spec.device != "cpu" or spec.strided or call.score.options or call.descales or spec.compute_dtype:
         return None
     if call.kv is not None:
         return _over_view(call)

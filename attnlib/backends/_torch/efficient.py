@@ -29,7 +29,8 @@ def may_take(spec: AttentionSpec) -> bool:
     others = (
         spec.statistic or spec.score or spec.dropout or spec.functions is not None or spec.kind == "cached"
     )
-    takes_all = takes(spec.dtype, spec.head_dim, spec.value_dim) and spec.mask in (CAUSAL, FULL)
+    dtype = spec.compute_dtype or spec.dtype
+    takes_all = takes(dtype, spec.head_dim, spec.value_dim) and spec.mask in (CAUSAL, FULL)
     return spec.device == "cuda" and takes_all and not others
 
 

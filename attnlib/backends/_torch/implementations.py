@@ -14,6 +14,7 @@ from ..operators import (
     fake_write,
     option_grads,
     outputs,
+    quantize,
     statistic_of,
 )
 from ..registration import Operator, register
@@ -112,7 +113,7 @@ def put_tokens(k, v, new_k, new_v, slots):
 
 
 WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"
-OPERATORS = Operators("torch", _forward, _backward)
+OPERATORS = Operators("torch", _forward, _backward, quantize)
 _libraries = (
     register_cached("torch", cached),
     register_statistic("torch", statistic),

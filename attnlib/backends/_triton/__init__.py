@@ -45,7 +45,7 @@ class TritonBackend:
         if spec.device == "cuda" and spec.arch < 89:
             if layout is not None and layout.storage_dtype == E4M3:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
-            elif spec.dtype == E4M3:
+            elif E4M3 in (spec.dtype, spec.compute_dtype):
                 reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
         if (largest := max(spec.head_dim, spec.value_dim)) > WIDEST:
             reasons.append(f"has kernels for heads of up to {WIDEST}, got {largest}")

@@ -17,6 +17,7 @@ from ..functions.programs import captured
 from ..launching.layouts import Key, contiguous, key_of, layout
 from ..launching.replay import Replay, blank
 from . import hopper as variants
+from .quantize import quantize, quantized_key
 
 
 class Dense:
@@ -27,7 +28,7 @@ class Dense:
 
     def __init__(self, name: str, *, hopper: bool):
         self.hopper = hopper
-        self.operators = Operators(name, self._forward, self._backward)
+        self.operators = Operators(name, self._forward, self._backward, quantize)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Run a dense or packed call: return its attention and the LSE."""
@@ -40,7 +41,8 @@ class Dense:
     def variant(self, call: Call) -> str:
         """Return the name of a call's kernels, or two names if the forward and backward kernels differ."""
         a = flat(call)
-        forward = variants.forward(self._key(a)).variant
+        key = quantized_key(self._key(a)) if a.to_fp8 else self._key(a)
+        forward = variants.forward(key).variant
         if not call.spec.grad:
             return forward
         dout = contiguous((*a.q.shape[:-1], a.v.shape[-1]), a.q.dtype)
@@ -59,7 +61,7 @@ class Dense:
         given = flat(call)
         # The cached call must not keep this call's tensors alive.
         a = given._replace(q=None, k=None, v=None, **dict.fromkeys(Descales._fields))
-        run = self._replay(given, a)
+        run = self._quantizing(given, a) if given.to_fp8 else self._replay(given, a)
         if not call.spec.grad:
             return run
         return self.operators.replay(run, _BackwardReplay(self._key(given), given, a), a, lse=call.lse)
@@ -97,6 +99,18 @@ class Dense:
             return self._forward(
                 *a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict()))
             )
+
+        return run
+
+    def _quantizing(self, given: Arguments, a: Arguments) -> Run:
+        """Return what :meth:`_replay` does, for a call that is quantized to e4m3 first."""
+        a = a._replace(to_fp8=False)
+        replay = self._replay(given._replace(to_fp8=False, **quantize(given)._asdict()), a)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, descales: None = None) -> tuple[Tensor, Tensor]:
+            x = quantize(a._replace(q=q, k=k, v=v))
+            out, lse = replay(x.q, x.k, x.v, x.descales)
+            return out.to(q.dtype), lse
 
         return run
 
