@@ -182,7 +182,9 @@ def _quantized(
     else:
         owners = _owners(len(x), cu_seqlens)[:, None].expand(sizes.shape)
         largest = sizes.new_zeros(len(cu_seqlens), x.shape[1]).scatter_reduce(0, owners, sizes, "amax")[:-1]
-    descale = (largest / LARGEST).clamp(min=OF_ZEROS)
+    # A product, because torch divides by a number as CPUs do or multiplies by its inverse, depending on the
+    # device.
+    descale = (largest * (1 / LARGEST)).clamp(min=OF_ZEROS)
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # some versions of torch convert infinity to 448
     return (x / per_token(descale, x.shape[-3], cu_seqlens)).to(E4M3), descale
 

@@ -114,7 +114,7 @@ def rows(place: Target, tables: Iterable[Table], work: Iterable[FunctionCase] = 
 def timed(place: Target, case: FunctionCase) -> dict[str, Cells]:
     """Return the seconds of each implementation in each pass, if its results agree with the others'."""
     torch.manual_seed(0)
-    torch._dynamo.reset()  # it compiles one function only for so many masks
+    torch.compiler.reset()  # it compiles one function only for so many masks
     shape = (case.batch, case.tokens, case.heads, case.dim)
     given = [torch.randn(shape, device=place.device, dtype=case.dtype) for _ in range(4)]
     captured = case.tensors(case, place.device)

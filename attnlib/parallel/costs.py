@@ -12,12 +12,10 @@ from .source import KeyValueSource
 NVLINK = 300e9  # bytes per second that a GPU receives from other GPUs of its host
 FLOPS = 500e12  # FLOPs per second that 16-bit attention is assumed to reach
 MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
-# While a ring sends, its computation takes this much longer; only the last step sends nothing. On H200,
-# forwards of 128k tokens (512k in brackets) took these multiples of their computation (2026-11):
-#                        GQA 32/8   MLA 192/128
-#   two ranks        1.05 (1.02)    1.04 (0.99)
-#   four ranks       1.29 (1.21)    1.38 (1.19)
-STALL = 0.35
+# While a ring sends, its computation takes this much longer; only the last step sends nothing. On four H200,
+# forwards of 128k tokens without their merging took 1.01 (GQA 32/8) and 1.07 (MLA 192/128) times the
+# computation of their steps (2026-11).
+STALL = 0.07
 
 
 class Costs(NamedTuple):

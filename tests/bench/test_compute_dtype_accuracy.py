@@ -13,7 +13,7 @@ def test_errors_are_those_of_e4m3():
 
 def test_a_rotation_saves_the_gradients_of_outliers():
     plain, rotated = (
-        accuracy.errors(64, 512, accuracy.outliers, "cpu", turns=turns) for turns in (False, True)
+        accuracy.errors(64, 1024, accuracy.outliers, "cpu", turns=turns) for turns in (False, True)
     )
     assert all(y < x for (x, _), (y, _) in zip(plain, rotated, strict=True))
     assert rotated[3][0] < plain[3][0] / 2

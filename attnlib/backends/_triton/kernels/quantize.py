@@ -8,6 +8,7 @@ import triton.language as tl
 from .cache_write import ABS, OF_ZEROS, to_e4m3
 from .tile import COUNTS, Rows, load_columns, locate
 
+INVERSE: tl.constexpr = tl.constexpr(1 / 448)  # of the largest e4m3 number
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are larger
 
 
@@ -94,7 +95,7 @@ def visit(
         row = work.sequence * heads + work.head
         if ROUND:
             top = tl.load(to.maxima_ptr + row).to(tl.float32, bitcast=True)
-            scale = tl.maximum(tl.div_rn(top, 448.0), OF_ZEROS)
+            scale = tl.maximum(top * INVERSE, OF_ZEROS)
             if work.start == 0:
                 tl.store(to.descale_ptr + row, scale)
             columns = tl.arange(0, ALL)
