@@ -54,7 +54,9 @@ def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
 
 
 def draw_bars(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Draw a group of bars for each row, as a PNG: how many times as fast as the slowest each column is.
+    """Draw a group of bars for each row, as a PNG: the speed of each column divided by that of attnlib.
+
+    If attnlib has no result in a row, the fastest column takes its place.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -63,22 +65,21 @@ def draw_bars(table: Table, rows: Sequence[Line], path: Path, where: str) -> Non
     axes = figure.subplots()
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     height = 0.8 / max(1, len(names))
-    slowest = [min((x for x in row.cells.values() if isinstance(x, float)), default=1.0) for row in rows]
+    found = [{name: x for name, x in row.cells.items() if isinstance(x, float)} for row in rows]
+    units = [cells.get("ours", max(cells.values(), default=1.0)) for cells in found]
     for n, name in enumerate(names):
-        found = [
-            (at, row.cells[name]) for at, row in enumerate(rows) if isinstance(row.cells.get(name), float)
-        ]
-        places = [at + (n - (len(names) - 1) / 2) * height for at, _ in found]
+        values = [(at, cells[name]) for at, cells in enumerate(found) if name in cells]
+        places = [at + (n - (len(names) - 1) / 2) * height for at, _ in values]
         label, colour = name.replace("ours", "attnlib"), COLOUR.get(name, COLOURS[-1])
-        widths = [value / slowest[at] for at, value in found]
+        widths = [value / units[at] for at, value in values]
         bars = axes.barh(places, widths, height * 0.9, label=label, color=colour)
-        axes.bar_label(bars, [digits(value) for _, value in found], padding=3, fontsize=8)
+        axes.bar_label(bars, [digits(value) for _, value in values], padding=3, fontsize=8)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel(f"times the slowest; numbers are {table.unit}")
+    axes.set_xlabel(f"speed / attnlib's speed; numbers are {table.unit}")
     axes.set_title(f"{table.title}\n{where}", loc="left")
     plain(axes, grid="x")
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, ncols=len(names), loc="outside lower center")
     path.write_bytes(png(figure))
 
 
