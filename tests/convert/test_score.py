@@ -1,5 +1,6 @@
 """``python -m attnlib score``: a folder against itself, scores by definition, in stores, and refusals."""
 
+import hashlib
 import json
 import re
 
@@ -174,6 +175,23 @@ def test_a_long_run_shows_a_bar_to_its_end(source, texts, capsys, monkeypatch, s
     assert re.search(r"scoring: 100%\|", capsys.readouterr().err)
     assert main([*words, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_texts_that_the_result_has_seen_are_named(tmp_path, source, texts, capsys):
+    out = tmp_path / "out"
+    words = ("convert", source, out, *TARGETS["gqa"], "--quiet", "--samples", 4, "--length", 20, "--text")
+    for seen in (texts[:1], texts[:2]):
+        assert main([*map(str, (*words, *seen, "--overwrite"))]) == 0
+        assert score(capsys, source, out, *texts)["seen_by_result"] == [path.name for path in seen]
+    assert main([*map(str, ("score", source, out, *texts))]) == 0
+    assert capsys.readouterr().out.endswith(
+        "calibrated or trained on: long, middle; other texts may lose more\n"
+    )
+    (out / "finetune_report.json").write_text(
+        json.dumps({"text_sha256": [hashlib.sha256(texts[2].read_bytes()).hexdigest()]})
+    )
+    (out / "conversion_report.json").write_text("no JSON")
+    assert score(capsys, source, out, *texts)["seen_by_result"] == ["short"]
 
 
 def test_a_folder_of_files_is_one_text(tmp_path, source, capsys):

@@ -16,6 +16,7 @@ from ..ending import finished
 from ..stock import read_config, stock
 from ..targets import device
 from .pair import require_pair, scored
+from .seen import seen_texts
 from .stores import NAMES, Store, weights_dtype
 from .texts import ScoredWindows, scored_texts, scored_windows
 
@@ -106,8 +107,11 @@ def _score(arguments: argparse.Namespace) -> dict[str, Any]:
         ),
     )
     names = ("tokens", "kl_nats", "perplexity_before", "perplexity_after", "by_text")
-    return {"store": arguments.store, "cache_bytes_per_token": _bytes(source, result, store)} | {
-        name: measures[name] for name in names
+    return {
+        "store": arguments.store,
+        "cache_bytes_per_token": _bytes(source, result, store),
+        **{name: measures[name] for name in names},
+        "seen_by_result": seen_texts(result.folder, texts),
     }
 
 
@@ -139,4 +143,7 @@ def shown_scores(scores: Mapping[str, Any]) -> str:
         f"KL divergence {scores['kl_nats']:.3g} nats, perplexity {before} before and {after} after, "
         f"on {scores['tokens']:,} tokens"
     )
-    return "\n".join([*lines, *lines_by_text(scores)])
+    lines += lines_by_text(scores)
+    if seen := scores["seen_by_result"]:
+        lines.append(f"calibrated or trained on: {', '.join(seen)}; other texts may lose more")
+    return "\n".join(lines)
