@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 PICTURE = "sweep.svg"
 MARKERS = ("o", "s", "^", "D", "v")  # one for each store
-LEAST = 1e-6  # nats; a smaller divergence is drawn here, since the axis is logarithmic
-CLOSE = 0.03  # share of an axis; labels of points that are closer go to opposite sides
+LEAST = 1e-4  # nats; a smaller divergence, which nobody notices, is drawn here on the logarithmic axis
 
 
 def picture(table: Mapping[str, Any], start: Start) -> bytes:
@@ -37,25 +36,27 @@ def picture(table: Mapping[str, Any], start: Start) -> bytes:
         axes.minorticks_off()
         axes.set_xlabel("cache, bytes per token")
         plain(axes)
-    rows[0].set_ylabel("KL divergence from the source, nats per token")
+    rows[0].set_ylabel(f"KL divergence from the source, nats per token (at least {LEAST})")
     figure.suptitle(f"{start.title}: what a smaller cache costs", x=0.01, ha="left")
     return svg(figure)
 
 
 def _draw_points(axes: "Axes", points: Sequence[Mapping[str, Any]]) -> None:
     front = [point for point in points if point["on_front"]]
-    axes.plot(*_places(front), color="0.6", linewidth=1.2, zorder=1, label="front")
+    steps = {"drawstyle": "steps-post", "color": "0.6", "linewidth": 1.2, "zorder": 1}
+    axes.plot(*_places(front[::-1]), label="front", **steps)
     stores = dict.fromkeys(point["store"] for point in points)
     for store, colour, marker in zip(stores, COLOURS, MARKERS, strict=False):
         some = [point for point in points if point["store"] == store]
         axes.scatter(*_places(some), color=colour, marker=marker, label=f"{store} cache", zorder=2)
     for point in points:
         place = point["cache_bytes_per_token"], max(point["kl_nats"], LEAST)
-        right = point["on_front"]
+        right = not point["on_front"]  # points off the front lie above it
+        lift = 4 + 9 * [*stores].index(point["store"])  # labels of one size in two stores do not overlap
         axes.annotate(
             point["name"],
             place,
-            xytext=(6, 4) if right else (-6, -4),
+            xytext=(6, lift) if right else (-6, -4),
             textcoords="offset points",
             ha="left" if right else "right",
             va="bottom" if right else "top",
