@@ -1,4 +1,7 @@
-"""The command line of attnlib: sizes, convert, finetune, bench and doctor, run by ``python -m attnlib``."""
+"""The command line of attnlib, ``python -m attnlib``.
+
+Its commands are sizes, convert, sweep, score, finetune, bench and doctor.
+"""
 
 import argparse
 import os
@@ -7,6 +10,8 @@ import sys
 from . import __version__, doctor
 from .bench import command as bench
 from .convert import command as convert
+from .convert.score import command as score
+from .convert.sweep import command as sweep
 from .finetune import command as finetune
 from .sizes import command as sizes
 
@@ -14,6 +19,8 @@ READER_GONE = 141  # the exit status that a shell reports for a program killed b
 COMMANDS = (
     ("sizes", sizes, "print cache bytes, parameters, FLOPs and memory traffic of a model's variants"),
     ("convert", convert, "convert a checkpoint folder into one with a smaller KV cache"),
+    ("sweep", sweep, "convert a checkpoint to several cache sizes, and draw what each costs in quality"),
+    ("score", score, "compare a result with its source: KL divergence and perplexity by text"),
     ("finetune", finetune, "train a converted checkpoint back to the quality of the original"),
     ("bench", bench, "time attnlib and torch on this machine"),
     ("doctor", doctor, "print versions, devices, which backend runs here and why, and cache safety"),

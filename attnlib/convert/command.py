@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -23,6 +22,7 @@ from .checkpoint.conversion import ConversionOptions, convert_with, require_targ
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.model import CheckpointModel, read_model
 from .checkpoint.report import REPORT
+from .ending import failed
 from .latent.losses import BASELINE
 from .picture import Start, draw
 from .stock import stock
@@ -246,6 +246,4 @@ def _bytes(text: str) -> int:
 
 
 def _failed(reason: str, notes: list[str], code: int) -> int:
-    line = " ".join("; ".join([reason, *notes]).split())
-    print(f"python -m attnlib convert: {line}", file=sys.stderr)
-    return code
+    return failed("convert", reason, notes, code)

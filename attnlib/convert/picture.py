@@ -26,6 +26,12 @@ class Start(NamedTuple):
     kv_heads: int
     head_dim: int
 
+    @property
+    def title(self) -> str:
+        """The name and the number of weights, for the title of a picture."""
+        size, unit = next(((n, f" {name}") for n, name in UNITS if self.weights >= n), (1, ""))
+        return f"{self.name}, {self.weights / size:.3g}{unit} weights"
+
     @classmethod
     def of(cls, model: CheckpointModel) -> "Start":
         """Return the facts about ``model`` for a picture."""
@@ -67,10 +73,9 @@ def draw(report: Mapping[str, Any], folder: Path, start: Start) -> None:
 
 
 def _title(report: Mapping[str, Any], start: Start) -> str:
-    size, unit = next(((n, f" {name}") for n, name in UNITS if start.weights >= n), (1, ""))
     cache = report["cache_bytes_per_token"]
     share = cache["after"] / cache["before"]
-    line = f"{start.name}, {start.weights / size:.3g}{unit} weights: {share:.0%} of the cache"
+    line = f"{start.title}: {share:.0%} of the cache"
     measures = report.get("measures", {})
     if "perplexity_before" not in measures:
         return line

@@ -16,6 +16,8 @@ from attnlib.__main__ import main
 from attnlib.convert import command as convert
 from attnlib.convert.checkpoint import errors
 from attnlib.convert.heads.recipe import recipe
+from attnlib.convert.score import command as score
+from attnlib.convert.sweep import command as sweep
 from attnlib.convert.targets import require_own_options
 from attnlib.finetune import command as finetune
 from attnlib.models.families import SEEING, STORED
@@ -24,7 +26,7 @@ GUIDE, REFERENCE, THEORY = (
     (Path(__file__).parents[2] / page).read_text()
     for page in ("docs/conversion.md", "docs/conversion_commands.md", "docs/conversion_theory.md")
 )
-COMMANDS = {"convert": convert, "finetune": finetune}
+COMMANDS = {"convert": convert, "sweep": sweep, "score": score, "finetune": finetune}
 ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| .+ \|$", re.MULTILINE)
 # Options that make the guide's commands short on a small model.
 SHORT = {
@@ -57,7 +59,7 @@ def usage(action: argparse.Action) -> str:
 
 def default(action: argparse.Action) -> str:
     """The default that the help states."""
-    if action.required or not action.option_strings or "(required)" in action.help:
+    if action.required or "(required)" in action.help:
         return "required"
     if stated := re.search(r"default: ([^)]*)", action.help):
         return stated[1]
@@ -113,7 +115,7 @@ def commands(page: str) -> list[list[str]]:
     """The words of each attnlib command in a page's code blocks, from the name of the command on."""
     blocks = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    found = [re.search(r"-m attnlib ((?:convert|finetune) .*)", line) for line in lines]
+    found = [re.search(r"-m attnlib ((?:convert|sweep|score|finetune) .*)", line) for line in lines]
     return [shlex.split(x[1], comments=True) for x in found if x]
 
 
@@ -143,7 +145,7 @@ def test_the_exit_codes_are_those_of_the_commands():
         for x in COMMANDS.values()
     ]
     raised = {x.exit_code for x in vars(errors).values() if isinstance(x, type) and issubclass(x, Exception)}
-    assert stated == [codes - {141}] * 2
+    assert stated == [codes - {141}] * len(COMMANDS)
     assert raised <= codes
 
 

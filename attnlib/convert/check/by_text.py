@@ -14,12 +14,18 @@ def lines_by_text(measures: Mapping[str, Any]) -> list[str]:
     width = max(len(TITLE), *(len(row["name"]) + 2 for row in rows))
     lines = [f"{TITLE:{width}}  KL, nats  perplexity before    after"]
     for row in rows:
-        before, after = (_shown(row[f"perplexity_{when}"]) for when in ("before", "after"))
-        lines.append(f"  {row['name']:{width - 2}}  {row['kl_nats']:8.3f}  {before:>17}  {after:>7}")
+        before, after = (shown(row[f"perplexity_{when}"]) for when in ("before", "after"))
+        lines.append(f"  {row['name']:{width - 2}}  {_nats(row['kl_nats']):>8}  {before:>17}  {after:>7}")
     return lines
 
 
-def _shown(perplexity: float | None) -> str:
+def shown(perplexity: float | None) -> str:
+    """Return a perplexity as text; None is too large to compute."""
     if perplexity is None:
         return "too large"
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.3g}"
+
+
+def _nats(divergence: float) -> str:
+    """Return a divergence with three decimals, or two digits if it is small."""
+    return f"{divergence:.3f}" if divergence == 0 or not abs(divergence) < 0.01 else f"{divergence:.2g}"

@@ -7,6 +7,7 @@ cannot run layer by layer, the whole model is loaded, provided that it is small 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +18,23 @@ from ..stock import load_model
 from ..text.freed import give_back
 from ..text.layers import TextLayers, through
 from ..text.workers import side_by_side
-from .divergence import Divergence
+from .divergence import LAST, PADDING, Divergence
 from .head import Head
 
 WHOLE = 2 * 10**9  # a model with more bytes of weights is never loaded as a whole
 WORDS, PLACES = 8192, 128  # each worker computes logits of this many tokens at this many positions
 ROWS = 16  # convert the logits of only 16 positions at a time to fp64, to save memory
 NONE = "none: the model has no head"
+NOT_FINITE = "none: the source's logits are not finite"
 
 Measures = dict[str, object]
-Outputs = tuple[list[Tensor], Head]  # the final hidden states [n, m] of each window, and the model's head
+
+
+class Outputs(NamedTuple):
+    """The final hidden states ``[n, m]`` of each window, and the model's head."""
+
+    states: list[Tensor]
+    head: Head
 
 
 def compare(
@@ -35,6 +43,7 @@ def compare(
     tokens: Tensor,
     *,
     names: Sequence[str] = (),
+    counts: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     advance: Callable[[], object] = lambda: None,
 ) -> Measures | str:
@@ -42,25 +51,43 @@ def compare(
 
     ``tokens`` is ``[windows, n]``. Return the largest logit of ``old``, the largest difference, the mean KL
     divergence, and both models' perplexities over each window's tokens after the first. If ``names`` has the
-    name of each window's text, ``by_text`` has the same for each text, the largest divergence first. If there
-    is nothing to compare, return the reason as a string. ``advance`` is called after each layer. On a CPU,
-    results are bit-identical for any number of torch threads if n is a multiple of 16.
+    name of each window's text, ``by_text`` has the same for each text, the largest divergence first. Only the
+    first ``counts[i]`` tokens of window i count; the rest is padding. If there is nothing to compare, return
+    the reason as a string. ``advance`` is called after each layer. On a CPU, results are bit-identical for
+    any number of torch threads if n is a multiple of 16.
 
     Raises:
         CheckpointError: a weight is missing or has the wrong size, or a token has no embedding.
     """
+    outputs = outputs_of((old, new), tokens, device=device, advance=advance)
+    if isinstance(outputs, str):
+        return outputs
+    return measures_of(*outputs, tokens.to(device), names=names, counts=counts, device=device)
+
+
+def outputs_of(
+    checkpoints: Sequence[Checkpoint],
+    tokens: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    advance: Callable[[], object] = lambda: None,
+) -> list[Outputs] | str:
+    """Return the outputs of each model for ``tokens`` ``[windows, n]``, or the reason why there are none.
+
+    Raises:
+        CheckpointError: as :func:`compare`.
+    """
     try:
-        streams = [TextLayers(checkpoint, device) for checkpoint in (old, new)]
+        streams = [TextLayers(checkpoint, device) for checkpoint in checkpoints]
     except CheckpointError as error:
-        size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
+        size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in checkpoints)
         if size > WHOLE:
             return f"not compared: {error}; the model has {size:,} bytes, too many to load at once"
-        outputs = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
+        outputs = [_whole(checkpoint, tokens, device) for checkpoint in checkpoints]
     else:
         outputs = [_streamed(layers, tokens, device, advance) for layers in streams]
-    if None in outputs:
-        return NONE
-    return _measures(outputs[0], outputs[1], tokens.to(device), names, device)
+    found = [x for x in outputs if x is not None]
+    return found if len(found) == len(outputs) else NONE
 
 
 def _streamed(
@@ -77,7 +104,7 @@ def _streamed(
         give_back()
         advance()
     norm = layers.load_norm()
-    return [through(norm, x)[0] for x in states], head
+    return Outputs([through(norm, x)[0] for x in states], head)
 
 
 def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Outputs | None:
@@ -91,32 +118,43 @@ def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -
         for window in tokens:
             model(window[None].to(device))
     hook.remove()
-    return seen, Head.of_model(model)
+    return Outputs(seen, Head.of_model(model))
 
 
-def _measures(
-    old: Outputs, new: Outputs, tokens: Tensor, names: Sequence[str], device: torch.device | str
+def measures_of(
+    old: Outputs,
+    new: Outputs,
+    tokens: Tensor,
+    *,
+    names: Sequence[str] = (),
+    counts: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Measures | str:
-    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
-    cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
-    places = [
-        (x, y, [Divergence(some) for some in words.split(ROWS)]) for x, y, words in zip(*cut, strict=True)
+    """Return what :func:`compare` returns, for the outputs of two models over the same tokens."""
+    by_window = [
+        [[Divergence(some) for some in place.split(ROWS)] for place in row.split(PLACES)]
+        for row in _targets(tokens, counts)
     ]
-    for first in range(0, old[1].words, WORDS):
-        for head in (old[1], new[1]):
+    places = [
+        place
+        for before, after, some in zip(old.states, new.states, by_window, strict=True)
+        for place in zip(before.split(PLACES), after.split(PLACES), some, strict=True)
+    ]
+    for first in range(0, old.head.words, WORDS):
+        for head in (old.head, new.head):
             head.take(first, min(first + WORDS, head.words))
         with side_by_side(device) as workers:
-            list(workers.map(partial(_add, old[1], new[1], first), places))  # waits until all are done
+            list(workers.map(partial(_add, old.head, new.head, first), places))  # waits until all are done
         give_back()
-    found = [divergence for _, _, some in places for divergence in some]
+    counted = [[x for some in window for x in some if len(x.targets)] for window in by_window]
+    found = [divergence for window in counted for divergence in window]
     if not all(math.isfinite(divergence.largest) for divergence in found):
-        return "none: the source's logits are not finite"
+        return NOT_FINITE
     of_text: dict[str, list[Divergence]] = {name: [] for name in names}
-    per_window = len(found) // len(tokens)
-    for n, name in enumerate(names):
-        of_text[name] += found[n * per_window : (n + 1) * per_window]
+    for name, window in zip(names, counted, strict=bool(names)):
+        of_text[name] += window
     return {
-        "tokens": tokens.numel(),
+        "tokens": tokens.numel() if counts is None else sum(counts),
         "largest_logit": max(divergence.largest for divergence in found),
         "largest_logit_difference": float(
             torch.tensor([divergence.difference for divergence in found]).double().max()
@@ -124,6 +162,15 @@ def _measures(
         **_means(found),
         **({"by_text": _by_text(of_text)} if names else {}),
     }
+
+
+def _targets(tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return the next token of each position in ``[windows, n]``, and marks where none follows."""
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=LAST)
+    for row, count in zip(targets, counts or (), strict=counts is not None):
+        row[count - 1 :] = PADDING
+        row[count - 1] = LAST
+    return targets
 
 
 def _by_text(of_text: Mapping[str, Sequence[Divergence]]) -> list[Measures]:

@@ -3,14 +3,19 @@
 import torch
 from torch import Tensor
 
+LAST, PADDING = -1, -2  # targets of the last position of a text, and of positions after it
+
 
 class Divergence:
     """KL divergence and cross-entropy of two models at n positions, added up over vocabulary slices.
 
-    ``targets`` ``[n]`` are the next tokens; -1 marks a position at the end of a text, where no token follows.
+    ``targets`` ``[n]`` are the next tokens. LAST marks a position at the end of a text, where no token
+    follows. PADDING marks a position that no measure counts.
     """
 
     def __init__(self, targets: Tensor):
+        self._counted = targets != PADDING
+        targets = targets[self._counted]
         self.targets = targets
         self.largest: float = 0.0  # largest absolute logit of the old model
         self.difference: float = 0.0  # largest absolute difference between old and new logits
@@ -19,7 +24,9 @@ class Divergence:
 
     def add(self, first: int, old: Tensor, new: Tensor) -> None:
         """Add both models' logits ``[n, words]`` for the slice of the vocabulary that starts at ``first``."""
-        old, new = old.double(), new.double()
+        if not len(self.targets):
+            return
+        old, new = old[self._counted].double(), new[self._counted].double()
         gap = old - new
         self.largest = _larger(self.largest, old)
         self.difference = _larger(self.difference, gap)

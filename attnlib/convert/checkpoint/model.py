@@ -1,7 +1,7 @@
 """Validate config.json against the stored attention weights, and edit it for the converted model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -168,16 +168,28 @@ def is_latent(config: Mapping[str, object]) -> bool:
     return config.get("kv_lora_rank") is not None
 
 
-def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
-    """Return the KV-cache bytes per token for all layers of a model with ``config``, ignoring windows."""
+def token_bytes(
+    config: Mapping[str, object],
+    model: CheckpointModel,
+    *,
+    dtype: torch.dtype | None = None,
+    storage_dtype: torch.dtype | None = None,
+) -> int:
+    """Return the KV-cache bytes per token for all layers of a model with ``config``, ignoring windows.
+
+    ``dtype`` is that of computation and defaults to the dtype of the weights; ``storage_dtype`` is as in
+    :class:`~attnlib.KVLayout`.
+    """
     if is_own(config):
-        return sum(layout_of(form, model).token_bytes for form in layers_of(config))
-    if is_latent(config):
+        layouts = [layout_of(form, model) for form in layers_of(config)]
+    elif is_latent(config):
         layout = KVLayout.latent(config["kv_lora_rank"], config["qk_rope_head_dim"], dtype=model.dtype)
+        layouts = [layout] * len(model.layers)
     else:
         shape = shape_of(config, model.family)
-        layout = KVLayout.grouped(shape.kv_heads, shape.head_dim, dtype=model.dtype)
-    return len(model.layers) * layout.token_bytes
+        layouts = [KVLayout.grouped(shape.kv_heads, shape.head_dim, dtype=model.dtype)] * len(model.layers)
+    stored = (replace(x, dtype=dtype or x.dtype, storage_dtype=storage_dtype) for x in layouts)
+    return sum(layout.token_bytes for layout in stored)
 
 
 def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:

@@ -53,7 +53,7 @@ def held_out(
         tokenizer = tokenizer_of(folder)
     except CheckpointError:
         return None
-    first, sample = _first(tokenizer), [Text(x.name, x.held_out or "") for x in sample_texts()]
+    first, sample = first_of(tokenizer), [Text(x.name, x.held_out or "") for x in sample_texts()]
     for given, skipped, name in ((texts, used, BEHIND), (sample, None, SAMPLE)):
         skipped = [0] * len(given) if skipped is None else skipped
         rests = [
@@ -97,7 +97,7 @@ def _windows(rests: Sequence[Tensor], first: int | None, length: int, budget: in
     return cut
 
 
-def _first(tokenizer: Callable) -> int | None:
+def first_of(tokenizer: Callable) -> int | None:
     """Return the special token that the tokenizer puts before every text; None if it adds none."""
     with_special, plain = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)

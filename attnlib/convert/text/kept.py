@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from ...checkpoint_files.folder import CONFIG
+from ...checkpoint_files.folder import CONFIG, Checkpoint
 from ...checkpoint_files.plain_json import dump
 from ...internal.bars import bar
 from ..calibration import SAMPLE, Calibration
@@ -156,20 +156,24 @@ class CalibrationStore:
 
     def _identity(self) -> dict[str, object]:
         """Return everything that affects the calibrations: weights, tokens, device type and versions."""
-        checkpoint = self.model.checkpoint
-        files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
-        size = sum(file.size for file in files if file.name not in checkpoint.hashes)
-        with bar("hashing" if self.title and size else None, size, "B") as shown:
-            hashes = read_at_once(checkpoint.sha256, files, shown.update)
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
             "transformers": stock().__version__,
             "device": self.device.type,
-            "inputs": dict(zip((file.name for file in files), hashes, strict=True)),
+            "inputs": input_hashes(self.model.checkpoint, title="hashing" if self.title else None),
             "tokens": hashlib.sha256(bytes_of(self.tokens)).hexdigest(),
             "shape": list(self.tokens.shape),
         }
+
+
+def input_hashes(checkpoint: Checkpoint, *, title: str | None) -> dict[str, str]:
+    """Return the sha256 of config.json and of each file of weights; without a ``title``, no bar is shown."""
+    files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
+    size = sum(file.size for file in files if file.name not in checkpoint.hashes)
+    with bar(title if size else None, size, "B") as shown:
+        hashes = read_at_once(checkpoint.sha256, files, shown.update)
+    return dict(zip((file.name for file in files), hashes, strict=True))
 
 
 @contextmanager

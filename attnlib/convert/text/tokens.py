@@ -16,25 +16,25 @@ from ..stock import checkpoint_of, quiet, read_config, stock
 MAX_TEXT = 2**30  # largest accepted text, in bytes
 
 
-def read_text(path: Path) -> tuple[str, str]:
+def read_text(path: Path, option: str = "--text") -> tuple[str, str]:
     """Return the text of a UTF-8 file and the sha256 of its bytes.
 
     Raises:
-        RequestError: the file cannot be read, is not UTF-8, or is larger than MAX_TEXT; the message names
-            the option ``--text``.
+        RequestError: the file cannot be read, is not UTF-8, or is larger than MAX_TEXT; the message starts
+            with ``option``.
     """
     try:
         if path.stat().st_size > MAX_TEXT:
             raise RequestError(
-                f"--text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; use a part of it"
+                f"{option}: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; use a part of it"
             )
         return decoded(path.read_bytes())
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"--text: expected UTF-8 in {path}, got an invalid byte at byte {error.start}"
+            f"{option}: expected UTF-8 in {path}, got an invalid byte at byte {error.start}"
         ) from None
     except OSError as error:
-        raise RequestError(f"--text: expected a readable file, got {path}: {error.strerror}") from error
+        raise RequestError(f"{option}: expected a readable file, got {path}: {error.strerror}") from error
 
 
 def decoded(data: bytes) -> tuple[str, str]:
