@@ -210,9 +210,9 @@ def test_the_benchmark_stays_small():
     """What stood there when bench learned --shape and --backend, and gave efficient attention its heads.
 
     The tables of output gates and of heads wider than 256 brought 54, that of recomputed probabilities 49,
-    that of trees 84, --blocks with its picture 160, and that of mask and score functions 99.
+    that of trees 84, --blocks with its picture 160, and that of mask and score functions 100.
     """
-    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1640
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1641
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
