@@ -16,7 +16,7 @@ MAX_REPORT = 2**26  # largest accepted size of a report, in bytes
 
 
 def seen_texts(result: Path, texts: Sequence[Text]) -> list[str]:
-    """Return the names of the texts whose sha256 a report in ``result`` lists; no report lists none."""
+    """Return the names of the texts whose sha256 a report in ``result`` lists; none without a report."""
     known: set[str] = set()
     for name in REPORTS:
         with suppress(CheckpointError):
