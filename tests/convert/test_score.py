@@ -188,7 +188,7 @@ def test_texts_that_the_result_has_seen_are_named(tmp_path, source, texts, capsy
         "calibrated or trained on: long, middle; other texts may lose more\n"
     )
     (out / "finetune_report.json").write_text(
-        json.dumps({"text_sha256": [hashlib.sha256(texts[2].read_bytes()).hexdigest()]})
+        json.dumps({"text_sha256_by_file": [hashlib.sha256(texts[2].read_bytes()).hexdigest()]})
     )
     (out / "conversion_report.json").write_text("no JSON")
     assert score(capsys, source, out, *texts)["seen_by_result"] == ["short"]

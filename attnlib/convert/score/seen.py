@@ -23,7 +23,7 @@ def seen_texts(result: Path, texts: Sequence[Text]) -> list[str]:
             report = parse_object(SourceFile.at(result / name, limit=MAX_REPORT).read(), name)
             settings = report.get("settings")
             calibration = settings.get("calibration") if isinstance(settings, dict) else None
-            known |= {*_strings(calibration), *_strings(report.get("text_sha256"))}
+            known |= {*_strings(calibration), *_strings(report.get("text_sha256_by_file"))}
     found = [x.name for x in texts if hashlib.sha256(x.calibration.encode()).hexdigest() in known]
     return [*dict.fromkeys(found)]
 
