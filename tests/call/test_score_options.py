@@ -224,7 +224,7 @@ def test_statistics(name):
 
 @NAMES
 def test_chunks_of_larger_calls(name):
-    """Chunks of heads and sequences read their own slopes; chunks of keys count from the first of all keys."""
+    """Chunks of heads and sequences read their own slopes; chunks of keys count from the first of all."""
     function, (q, k, v) = functions()[name], tensors()
     out, lse = attention_with_lse(q, k, v, mask=CAUSAL, score=function)
     for origin in (Origin(0, 0, 2, 1), Origin(0, 0, torch.tensor([2]).int(), torch.tensor([1]).int())):
