@@ -180,3 +180,22 @@ def test_hopper_runs_its_own_kernels_for_both_passes():
         pytest.skip("needs sm_90")
     inputs = [rows(2, 4096, d=128, heads=heads).requires_grad_() for heads in (4, 2, 2)]
     assert explain(attention, *inputs, mask=CAUSAL, **IN_FP8).variant == "Hopper"
+
+
+def test_offsets_and_bounds_of_any_stride():
+    """A column of a table is read as its contiguous copy is."""
+    q, k = rows(2, 16, d=16, heads=4), rows(2, 16, d=16)
+    table = torch.tensor([[0, 6, 16], [2, 1, 9], [0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    starts, ends = table[:2, 1], table[:2, 2]
+    options = {"mask": CAUSAL, "backend": "triton", **IN_FP8}
+    found = [
+        attention(q, k, k, key_starts=x, key_ends=y, **options)
+        for x, y in ((starts, ends), (starts.contiguous(), ends.contiguous()))
+    ]
+    assert_same_bits(tuple(found))
+    cu = torch.tensor([[0, 9], [5, 9], [16, 9]], dtype=torch.int32, device=DEVICE)[:, 0]
+    found = [
+        varlen_attention(q[0], k[0], k[0], cu_seqlens_q=x, cu_seqlens_k=x, **options)
+        for x in (cu, cu.contiguous())
+    ]
+    assert_same_bits(tuple(found))
