@@ -84,8 +84,8 @@ def attention(
         k_descale: positive fp32 ``[b, g]``, the same for k.
         v_descale: positive fp32 ``[b, g]``, the same for v.
         compute_dtype: ``torch.float8_e4m3fn`` rounds fp16 or bf16 q, k and v to e4m3 for the forward, with a
-            scale for each sequence and head. The output has q's dtype. The backward uses q, k and v as they
-            are, with this output and LSE. None computes in the dtype of q.
+            scale for each sequence and head. The output has q's dtype. The backward computes in q's dtype, on
+            the rounded numbers. None computes in the dtype of q.
         backend: ``"torch"``, ``"triton"``, ``"triton:generic"`` (only generic kernels) or ``"reference"``, to
             run on this backend or raise an error. None selects one. ``"strict"`` selects one too, and raises
             an error if the call would be slow.

@@ -146,15 +146,16 @@ class Score(NamedTuple):
 
     @property
     def contained(self) -> ScoreOptions | None:
-        """The options that the function contains; None if the call has options that come in between."""
+        """The options that the function contains; None if the call's own softcap or slopes prevent a move."""
         found = self.function.contained if type(self.function) is ScoreFunction else None
         is_late = found is not None and found.cap is not None and self.softcap is not None
         return None if is_late or self.alibi_slopes is not None else found
 
     def with_contained(self, slopes: Tensor | None) -> "Score":
-        """Return equal options, in which those that the function contains are options of their own.
+        """Return equal options, with softcap and ALiBi moved from the function to options of the call.
 
-        ``slopes`` are those of the call's heads and sequences; without them, ALiBi stays in the function.
+        ``slopes`` are the ALiBi slopes of the call's heads and sequences; without them, ALiBi stays in the
+        function.
         """
         found, function = self.contained, self.function
         rest = found.rest if slopes is None else found.last

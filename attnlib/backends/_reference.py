@@ -148,7 +148,8 @@ def _in_fp8(call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and LSE of a call whose forward rounds q, k and v to e4m3.
 
     With gradients, they are the output and LSE of the e4m3 call plus terms of value 0. The derivatives of
-    these terms are those of the call in fp32, with the probabilities and outputs of the e4m3 call.
+    these terms are those of the call in fp32 on the rounded numbers, with the probabilities and outputs of
+    the e4m3 call.
     """
     q, k, v, packing, spec = call.q, call.k, call.v, call.packing, call.spec._replace(compute_dtype=None)
     offsets = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
@@ -158,7 +159,11 @@ def _in_fp8(call: Call) -> tuple[Tensor, Tensor]:
         out, lse = attention(call._replace(spec=spec._replace(dtype=E4M3), **given))
     if not spec.grad:
         return out.to(q.dtype), lse
-    wide = {"q": q.float(), "k": k.float(), "v": v.float()}
+    rounded = _dequantized(call._replace(**given))
+    wide = {
+        name: x.to(q.dtype).float() + (y.float() - y.detach().float())
+        for name, x, y in zip("qkv", rounded, (q, k, v), strict=True)
+    }
     own, own_lse = attention(call._replace(spec=spec._replace(dtype=torch.float32), **wide))
     own_lse, out = own_lse.masked_fill(own_lse == -torch.inf, 0), out.to(q.dtype).float()
     # Clamped, because infinity times 0 would be NaN.

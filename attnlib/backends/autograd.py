@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from ..call.cache import Run
 from ..call.call import Call, PieceGradients
 from ..call.spec import NO_BACKWARD
-from ..fp8 import Fp8Inputs
+from ..fp8 import Fp8Inputs, per_token
 from ..internal.watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops, statistic_flops
 from .operators import (
@@ -53,7 +53,7 @@ class Operators:
     ):
         self.name = name
         self.forward = partial(_run, forward, quantize)
-        self.backward = backward
+        self.backward = partial(_run_backward, backward, quantize)
         self._library = register(
             Operator(
                 f"{name}_forward{FORWARD}",
@@ -66,7 +66,7 @@ class Operators:
             ),
             Operator(
                 f"{name}_backward{BACKWARD}",
-                backward,
+                self.backward,
                 fake_backward,
                 backward_flops,
                 _no_second_derivative,
@@ -162,16 +162,30 @@ class Operators:
 def _run(
     forward: Callable[..., tuple[Tensor, Tensor]], quantize: Callable[[Arguments], Fp8Inputs], *arguments
 ) -> tuple[Tensor, Tensor]:
-    """Run a forward, on q, k and v rounded to e4m3 if the call asks for it.
-
-    The backward gets q, k and v as they are, so it differentiates the call with the output and LSE of this
-    forward (a straight-through estimator of the rounding).
-    """
+    """Run a forward, on q, k and v rounded to e4m3 if the call asks for it."""
     a = Arguments(*arguments)
     if not a.to_fp8:
         return forward(*arguments)
     out, lse = forward(*a._replace(to_fp8=False, **quantize(a)._asdict()))
     return out.to(a.q.dtype), lse
+
+
+def _run_backward(
+    backward: Gradients, quantize: Callable[[Arguments], Fp8Inputs], dout, dlse, out, lse, *arguments
+) -> tuple[Tensor, ...]:
+    """Run a backward; if the forward rounded q, k and v to e4m3, on these numbers in 16 bits.
+
+    Rounding is treated as having the derivative 1 (a straight-through estimator).
+    """
+    a = Arguments(*arguments)
+    if a.to_fp8:
+        x, offsets = quantize(a), (a.cu_seqlens_q, a.cu_seqlens_k, a.cu_seqlens_k)
+        wide = [
+            (x8.float() * per_token(scale, x8.shape[-3], cu)).to(a.q.dtype)
+            for x8, scale, cu in zip(x[:3], x.descales, offsets, strict=True)
+        ]
+        a = a._replace(to_fp8=False, q=wide[0], k=wide[1], v=wide[2])
+    return backward(dout, dlse, out, lse, *a)
 
 
 def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:

@@ -18,13 +18,13 @@ from .watchdog import watched
 
 WHATS = ("forward", "backward")
 NEAR, DOCUMENTS, BOUND = 1024, 12, 30.0
-FARTHEST = 128  # distances that have a bias of their own
+FARTHEST = 128  # each distance up to this one has its own bias; all farther keys share one
 FLASH = MappingProxyType({"BACKEND": "FLASH"})
 Arrays = tuple[Tensor, ...]
 
 
 class FunctionCase(NamedTuple):
-    """A call with a mask function or a score function, which is written as both libraries take it.
+    """A call with a mask function or a score function, written so that both libraries accept it.
 
     ``function`` gets the tensors that ``tensors(case, device)`` returns after its indices. Score functions
     get a causal mask.
@@ -100,7 +100,7 @@ FUNCTIONS = tuple(
 
 
 def rows(place: Target, tables: Iterable[Table], work: Iterable[FunctionCase] = FUNCTIONS) -> Rows:
-    """Yield the milliseconds of the forward and of the backward of each call; tiles are classified before."""
+    """Yield the milliseconds of each call's forward and backward; masks are classified before the timing."""
     [table] = tables
     for case in work:
         with watched(f"{table.name}, {case.name}"):
@@ -114,7 +114,7 @@ def rows(place: Target, tables: Iterable[Table], work: Iterable[FunctionCase] = 
 def timed(place: Target, case: FunctionCase) -> dict[str, Cells]:
     """Return the seconds of each implementation in each pass, if its results agree with the others'."""
     torch.manual_seed(0)
-    torch.compiler.reset()  # it compiles one function only for so many masks
+    torch.compiler.reset()  # torch.compile stops compiling a function anew after a few masks
     shape = (case.batch, case.tokens, case.heads, case.dim)
     given = [torch.randn(shape, device=place.device, dtype=case.dtype) for _ in range(4)]
     captured = case.tensors(case, place.device)

@@ -54,7 +54,7 @@ def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
 
 
 def draw_bars(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Draw a group of bars for each row, as a PNG: the speed of each column divided by that of attnlib.
+    """Draw a group of bars for each row, as a PNG: the speed of each column relative to attnlib's.
 
     If attnlib has no result in a row, the fastest column takes its place.
 

@@ -1,4 +1,4 @@
-"""Calls whose score function contains a softcap or ALiBi: these become options of the call."""
+"""Move softcap and ALiBi from the score function of a call to the options of the call."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from .trees import tree_of
 
 
 def with_score_options(call: Call) -> Call:
-    """Return an equal call with softcap and slopes in place of those in its function.
+    """Return an equal call, in which softcap and ALiBi of its score function are options of the call.
 
     The call need not be valid. Attention over shards of a sequence must call this before it splits the call.
     """
@@ -32,8 +32,9 @@ def _slopes(call: Call, slopes: Tensor) -> Tensor | None:
     """
     q, packing, origin = call.q, call.packing, call.origin
     is_valid = isinstance(q, Tensor) and not q.is_nested and q.dim() > 2 and q.device == slopes.device
-    if packing is not None and not isinstance(packing.cu_seqlens_q, Tensor):
-        is_valid = False
+    if packing is not None:
+        offsets = packing.cu_seqlens_q
+        is_valid = is_valid and isinstance(offsets, Tensor) and offsets.dim() == 1
     if not is_valid or tree_of(call.mask) is not None:
         return None
     wanted = [(-1, origin.head, q.shape[-2])]

@@ -15,8 +15,8 @@ from .functions import Programs
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = (
-    "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16; "
-    "compute_dtype=torch.float8_e4m3fn then rounds the forward to e4m3"
+    "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16, with "
+    "compute_dtype=torch.float8_e4m3fn for a forward in e4m3"
 )
 
 

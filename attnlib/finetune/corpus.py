@@ -20,12 +20,14 @@ class Corpus:
     """Training tokens ``[t]`` of all files, and the held-out tokens ``[t]`` of each file.
 
     ``sha256`` is the hash of the UTF-8 text; for several files, the hash of the concatenated texts.
+    ``sha256_by_file`` has the hash of each file.
     """
 
     train: Tensor
     held_out: tuple[Tensor, ...]
     bytes_per_token: float
     sha256: str
+    sha256_by_file: tuple[str, ...]
 
     @classmethod
     def read(cls, files: Sequence[Path], folder: Path, *, context: int) -> "Corpus":
@@ -37,7 +39,7 @@ class Corpus:
             RequestError: a file cannot be read, or the training or held-out part is shorter than one context.
             CheckpointError: the folder has no tokenizer.
         """
-        train, held_out, short, size, whole = [], [], [], 0, hashlib.sha256()
+        train, held_out, short, size, whole, each = [], [], [], 0, hashlib.sha256(), []
         for path in files:
             data = read_text(path)[0].encode()
             tokens = tokens_of(folder, data.decode(), samples=max(1, len(data)), length=1).flatten()
@@ -46,6 +48,7 @@ class Corpus:
             (held_out if len(tokens) - kept > context else short).append(tokens[kept:])
             size += len(data)
             whole.update(data)
+            each.append(hashlib.sha256(data).hexdigest())
         held_out += [torch.cat(short)] if short else []
         counts = [sum(map(len, train)), max(map(len, held_out))]
         total = sum(map(len, (*train, *held_out)))
@@ -54,7 +57,7 @@ class Corpus:
                 f"--text: expected at least {HELD_OUT * (context + 1)} tokens, a tenth of which is held out, "
                 f"got {total}; use a longer text or a shorter --context"
             )
-        return cls(torch.cat(train), tuple(held_out), size / total, whole.hexdigest())
+        return cls(torch.cat(train), tuple(held_out), size / total, whole.hexdigest(), tuple(each))
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
         """Yield ``count`` training batches ``[batch, context + 1]``; the same seed gives the same batches."""

@@ -107,6 +107,7 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
         "transformers": stock().__version__,
         "settings": parse_object(dump(settings.identity()), "settings"),
         "text_sha256": corpus.sha256,
+        "text_sha256_by_file": list(corpus.sha256_by_file),
         "inputs": inputs,
     }
     work = WorkFolder(target, identity)

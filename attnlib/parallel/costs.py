@@ -13,8 +13,8 @@ NVLINK = 300e9  # bytes per second that a GPU receives from other GPUs of its ho
 FLOPS = 500e12  # FLOPs per second that 16-bit attention is assumed to reach
 MEMORY = 3e12  # bytes per second that a GPU reads from or writes to its memory
 # While a ring sends, its computation takes this much longer; only the last step sends nothing. On four H200,
-# forwards of 128k tokens without their merging took 1.01 (GQA 32/8) and 1.07 (MLA 192/128) times the
-# computation of their steps (2026-11).
+# the forward at 128k tokens, without merging outputs, took 1.01 (GQA 32/8) and 1.07 (MLA 192/128) times as
+# long as its computations alone (2026-11).
 STALL = 0.07
 
 

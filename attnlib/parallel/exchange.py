@@ -59,13 +59,13 @@ class Passing:
         return self._received
 
     def onwards(self, stream: torch.cuda.Stream) -> "Passing":
-        """Pass on what this transfer receives, once it has arrived; the current stream does not wait for it.
+        """Return the next transfer, which passes on the tensors of this one as soon as they have arrived.
 
-        ``stream`` does. The new transfer also starts after all that the current stream has been given so far,
-        so memory that the current stream has freed can be reused.
+        ``stream`` waits for them; the current stream does not. The transfer also waits for the work queued on
+        the current stream so far, so it can reuse memory that the current stream has freed.
         """
         received = [torch.empty_like(x) for x in self._received]
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             return Passing(self.wait(), self._group, received)
 
@@ -73,9 +73,10 @@ class Passing:
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Pass tensors around a ring; yield each rank's number and its tensors once, starting with this rank.
 
-    While the caller uses the tensors of one rank, those of the next rank are already on their way. On GPUs,
-    so are those after them: a transfer that starts together with a computation often finds no free processor
-    until that computation ends, and then has the whole next computation to finish.
+    While the caller uses the tensors of one rank, the tensors of the next rank are already on their way. On
+    GPUs, the tensors of the rank after it are too: a transfer that starts together with a computation often
+    finds no free processor until that computation ends. Started a step earlier, it still has the whole next
+    computation to finish.
     """
     ranks, coming = group.size(), deque[Passing]()
     ahead = torch.cuda.Stream(tensors[0].device) if tensors[0].is_cuda else None

@@ -22,7 +22,8 @@ B, H, I, J = map(Value, "bhij")  # noqa: E741
 DISTANCE, BEHIND = Value("distance"), Value("behind")
 SMALL = (DISTANCE, BEHIND, B, H, I, J)  # atoms that are finite integers of 31 bits
 BETWEEN: Polynomial = MappingProxyType({(I,): 1, (J,): -1})
-# Larger coefficients or their inverses might overflow in fp32, and integers with larger ones in int64.
+# Beyond LARGEST, a coefficient or its inverse might overflow in fp32; beyond LARGEST_INT, a multiple of an
+# index might overflow in int64.
 LARGEST, LARGEST_INT = 2.0**40, 2**20
 TERMS, DEGREE = 16, 4  # of longer polynomials, the step becomes an atom
 SIGNS = MappingProxyType({"gt": 1, "ge": 1, "lt": -1, "le": -1})
@@ -67,7 +68,7 @@ def _polynomial(x: Operand, known: Mapping[Value, Polynomial]) -> Polynomial | N
 
 
 def _of_heads(step: Step, operands: Sequence[Polynomial | None]) -> Polynomial | None:
-    """Return the atom of a tensor if a step reads its number of a head, or of a sequence and head."""
+    """Return the atom of a tensor if a step reads its element of head h, or of sequence b and head h."""
     is_of_heads = step.kind == FLOAT and operands[1:] in ([{(H,): 1}], [{(B,): 1}, {(H,): 1}])
     return {(step.operands[0],): 1} if is_of_heads else None
 
@@ -147,7 +148,7 @@ def _is_exact(step: Step, x: dict[tuple[Value, ...], float]) -> bool:
         return False
     if step.kind == FLOAT:
         return all(1 / LARGEST <= abs(coefficient) <= LARGEST for coefficient in x.values())
-    if step.kind == INT32:  # it holds an index, and the difference of two
+    if step.kind == INT32:  # holds an index or the difference of two, but no multiples
         return bool(factor(x, BETWEEN) in (1, -1)) or (
             len(x) == 1 and all(at in {(y,) for y in SMALL} and n in (1, -1) for at, n in x.items())
         )

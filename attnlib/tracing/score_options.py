@@ -26,7 +26,7 @@ class ScoreOptions(NamedTuple):
         cap: the softcap, or None.
         rest: the program without the softcap; None if it returns the score unchanged.
         slopes: the number of the captured tensor with ALiBi's slopes, ``[h]`` or ``[b, h]``; None without.
-        only_behind: True if the bias is ALiBi's only for keys that are not after their query.
+        only_behind: True if the bias equals ALiBi's only for keys up to the query, not for keys after it.
         last: the program without the softcap and ALiBi; None if it returns the score unchanged.
     """
 
@@ -133,7 +133,7 @@ def _is_one(x: float) -> bool:
 
 
 def _without_alibi(parsed: Parsed) -> tuple[int, bool, Parsed] | None:
-    """Return the number of the slopes' tensor, if only keys behind have ALiBi's bias, and the rest.
+    """Return the number of the slopes' tensor, ``only_behind`` as in :class:`ScoreOptions`, and the rest.
 
     Return None if the program does not begin with ALiBi.
     """
@@ -179,7 +179,7 @@ def _terms(x: Value, made: Mapping[Value, Step], changing: Container[Operand]) -
 def _alibi(
     terms: Sequence[Term], known: Known, changing: Container[Operand]
 ) -> tuple[int, bool, list[Term]] | None:
-    """Return the tensor of slopes, if only keys behind have ALiBi's bias, and the other terms but the score.
+    """Return the number of the slopes' tensor, ``only_behind``, and all other terms except the score.
 
     Return None if the sum does not contain the score once and ALiBi.
     """
@@ -208,7 +208,7 @@ def _slopes(x: Polynomial) -> Value | None:
 
 
 def _is_only_behind(terms: Sequence[Term], known: Known) -> bool | None:
-    """Return False if slopes times ``-|i - j|`` are the sum of the terms, True if only for keys behind."""
+    """Return False if the terms add up to ALiBi's bias, True if only for keys up to the query, else None."""
     total = dict.fromkeys((I, J, DISTANCE, BEHIND), 0.0)
     for times, x in terms:
         for (of, _), coefficient in known[x].items():

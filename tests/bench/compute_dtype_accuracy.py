@@ -1,8 +1,9 @@
 """``python tests/bench/compute_dtype_accuracy.py [cuda]``: what a forward in e4m3 does to a call and its
 gradients, as a Markdown table.
 
-Errors relative to the norm of what fp64 gives for the same bf16 inputs, and in brackets those of a forward in
-bf16. 4 query heads, 2 KV heads, causal. Rotated: q and k are first multiplied by one orthogonal matrix.
+Errors are relative to the norm of the fp64 result for the same bf16 inputs; brackets give the errors of a
+forward in bf16. 4 query heads, 2 KV heads, causal. Rotated: q and k are first multiplied by one orthogonal
+matrix.
 """
 
 import sys
@@ -32,7 +33,7 @@ def solved(tensors: list[Tensor], dout: Tensor, *, turns: bool = False, **option
 def errors(
     d: int, tokens: int, draw: Callable[..., Tensor], device: str, *, turns: bool = False
 ) -> list[tuple[float, float]]:
-    """Of the output, dq, dk and dv: with the forward in e4m3, and in bf16."""
+    """Errors of the output, dq, dk and dv, each as a pair: forward in e4m3, forward in bf16."""
     torch.manual_seed(0)
     tensors = [draw(1, tokens, heads, d).to(device).bfloat16() for heads in (4, 2, 2)]
     dout = torch.randn(1, tokens, 4, d, device=device).bfloat16()

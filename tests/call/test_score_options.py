@@ -163,7 +163,7 @@ def test_slopes_have_the_heads_and_sequences_of_the_call():
 @NAMES
 @BACKENDS
 def test_gradients(backend, name):
-    """Those of slopes, and of what the rest of the function reads, among them."""
+    """Gradients agree, also of the slopes and of tensors that the rest of the function reads."""
     function, leaves = functions(grad=True)[name], tensors(grad=True)
     grads = []
     for x in (function, whole(function)):
@@ -224,7 +224,7 @@ def test_statistics(name):
 
 @NAMES
 def test_chunks_of_larger_calls(name):
-    """A chunk of heads and sequences reads its own slopes, and one of keys counts from the whole's first."""
+    """Chunks of heads and sequences read their own slopes; chunks of keys count from the first of all."""
     function, (q, k, v) = functions()[name], tensors()
     out, lse = attention_with_lse(q, k, v, mask=CAUSAL, score=function)
     for origin in (Origin(0, 0, 2, 1), Origin(0, 0, torch.tensor([2]).int(), torch.tensor([1]).int())):

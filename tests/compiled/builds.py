@@ -98,7 +98,7 @@ def entries() -> Iterator[Build]:
 
 
 def quantize_entries() -> Iterator[Build]:
-    """What rounds q, k and v to e4m3, on chips that multiply it."""
+    """The kernel that rounds q, k and v to e4m3, for GPUs that multiply e4m3."""
     for kernel in QUANTIZE:
         for head in HEADS:
             yield Build(kernel, 90, head)

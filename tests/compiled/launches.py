@@ -178,7 +178,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
 
 def _rounded(named: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """What rounding to e4m3 writes."""
+    """The tensors that the kernel for rounding to e4m3 writes."""
     numbers = {f"{x}_e4m3": torch.empty_like(named[x], dtype=torch.uint8) for x in "qkv"}
     numbers |= {f"{x}_descale": torch.empty(BATCH, named[x].shape[-2], device="meta") for x in "qkv"}
     return numbers | {"maxima": torch.empty(BATCH * QUERY_HEADS, dtype=torch.int32, device="meta")}

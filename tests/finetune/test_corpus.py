@@ -51,6 +51,7 @@ def test_of_each_file_the_last_tenth_is_held_out(folders, tmp_path):
     assert corpus.train[451:].tolist() == theirs[1 : -(len(theirs) // 10)]
     assert len(corpus.train) + sum(map(len, corpus.held_out)) == len(TEXT)
     assert corpus.sha256 == hashlib.sha256((TEXT[:500] + "é" + TEXT[501:]).encode()).hexdigest()
+    assert corpus.sha256_by_file == tuple(hashlib.sha256(x.read_bytes()).hexdigest() for x in (first, second))
     assert corpus.bytes_per_token == pytest.approx((len(TEXT) + 1) / len(TEXT))
     with pytest.raises(
         RequestError, match="--text: expected at least 640 tokens, a tenth of which is held out, got 500"

@@ -26,7 +26,7 @@ def faded(score, b, h, i, j, rate):
 
 
 def optional(score, b, h, i, j, slopes, gain):
-    """A softcap, ALiBi and what follows them, of which a call takes the first two as options."""
+    """A softcap, then ALiBi, then a gain: a call takes softcap and ALiBi as options."""
     return (3 * torch.tanh(score / 3) - slopes[h] * (i - j).abs()) * gain
 
 

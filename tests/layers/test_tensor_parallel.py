@@ -68,7 +68,7 @@ def functions() -> dict:
 
 
 def options() -> ScoreFunction:
-    """A score whose softcap and slopes, which learn, become options of the call."""
+    """A score function whose softcap and learned slopes become options of the call."""
     slopes = nn.Parameter(torch.rand(HEADS))
     return score_mod(lambda s, b, h, i, j, m: 2 * (3 * torch.tanh(s / 3) + m[h] * (j - i)), slopes)
 

@@ -13,7 +13,7 @@ SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
-# One door and one file of kernels recompute scores, beside those of attention; one kernel makes descales.
+# Besides attention, one public function and one file of kernels recompute scores; one kernel makes descales.
 FILES_OF_A_WORD = (
     dict.fromkeys(SCORE_OPTIONS, 12) | dict.fromkeys(MASK_FIELDS, 10) | dict.fromkeys(DESCALES, 9)
 )

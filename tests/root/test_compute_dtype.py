@@ -52,7 +52,7 @@ def directions(s: int = 33) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(problem=problems(lengths=(0, 1, 7, 17, 33), dtypes=HALVES))
 def test_is_the_call_on_quantized_inputs(backend, problem):
-    """Of keys and values within the key bounds; the others stay as they are, and hidden."""
+    """Only keys and values within the key bounds are quantized; the others stay hidden."""
     (q, k, v), t = problem.tensors, problem.k.shape[1]
     starts, ends = (problem.options.get(name) for name in ("key_starts", "key_ends"))
     inside = torch.ones(len(k), t, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_a_power_of_two_may_stand_in_q_or_in_the_scale(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_sequences_are_each_alone(backend):
-    """Each with a scale of its own, whatever is after the last one."""
+    """Each sequence has its own scale, and rows after the last one do not matter."""
     cu = torch.tensor([0, 5, 5, 25, 26], dtype=torch.int32)
     q, k, v = (torch.randn(33, h, d).bfloat16() for h, d in ((4, 16), (2, 16), (2, 8)))
     for n in range(4):
@@ -118,7 +118,7 @@ def test_keys_outside_the_bounds_change_nothing(backend, outside):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, sliding(9)], ids=str)
-def test_gradients_are_those_of_the_inputs_at_the_e4m3_output(backend, mask):
+def test_gradients_are_those_of_the_rounded_inputs_at_the_e4m3_output(backend, mask):
     """FlashAttention's formulas in fp64, with the output and LSE of the e4m3 call."""
     (q, k, v), (dout, dlse) = inputs(), directions()
     dout = dout.bfloat16().float()
@@ -126,7 +126,11 @@ def test_gradients_are_those_of_the_inputs_at_the_e4m3_output(backend, mask):
         attention_with_lse, [q, k, v], (dout, dlse), mask=mask, backend=backend, **IN_FP8
     )
     with torch.no_grad():
-        wide, keys, values = (x.double() for x in (q, k, v))
+        x = quantize_fp8(q, k, v)
+        wide, keys, values = (
+            (y.float() * scale[:, None, :, None]).bfloat16().double()
+            for y, scale in zip(x[:3], x.descales, strict=True)
+        )
         keys, values = (x.repeat_interleave(2, 2) for x in (keys, values))
         scores = torch.einsum("bshd,bthd->bhst", wide, keys) / 4
         hidden = ~mask.visible(torch.arange(33)[:, None], torch.arange(33))
@@ -144,7 +148,7 @@ def test_gradients_are_those_of_the_inputs_at_the_e4m3_output(backend, mask):
 
 @given(problem=problems(lengths=(1, 7, 17, 33), dtypes=HALVES, dims=(8, 16)))
 def test_backends_have_the_same_gradients(problem):
-    """Of slopes and sinks too, and with dropout."""
+    """Gradients of slopes and sinks agree too, also with dropout."""
     given_ = [x.float() for x in problem.directions()]
     ours, theirs = (
         problem.with_gradients(attention_with_lse, *given_, backend=name, **IN_FP8) for name in BACKENDS
@@ -157,7 +161,7 @@ def test_backends_have_the_same_gradients(problem):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_output_is_finite_whatever_its_gradients_are(backend):
-    """Scores of a million are off by ten thousands in e4m3, and exp of that is infinite."""
+    """Scores of a million are off by thousands in 16 bits, and exp of that is infinite."""
     q, k, v = ((1000 * x).detach() for x in inputs())
     expected = attention_with_lse(q, k, v, mask=CAUSAL, backend=backend, **IN_FP8)
     found = attention_with_lse(q.requires_grad_(), k, v, mask=CAUSAL, backend=backend, **IN_FP8)
@@ -179,7 +183,7 @@ def test_functions_of_indices_learn():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_errors_are_those_of_the_documentation(d):
-    """Relative to fp64: at most 5 % of the output, and 6 % of the gradients, for normal inputs."""
+    """Errors relative to fp64, for normal inputs: at most 5 % in the output and 6 % in the gradients."""
     wide = [torch.randn(1, 256, h, d, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
     given_ = torch.randn(1, 256, 4, d), torch.zeros(1, 4, 256)
     exact = gradients(attention_with_lse, wide, given_, mask=CAUSAL)
@@ -299,7 +303,7 @@ def test_is_refused_with_the_argument_and_the_remedy(case):
 
 
 def test_dropout_drops_the_same_weights():
-    """In the forward and in the backward: with values of one, an output is the sum of what is kept."""
+    """Forward and backward drop the same weights: values of 1 give the sums of those retained."""
     q, k, v = inputs()
     ones, seed = torch.ones_like(v).requires_grad_(), torch.tensor([7])
     problem = Problem(q.detach(), k.detach(), ones.detach(), CAUSAL)

@@ -45,8 +45,10 @@ class TritonBackend:
         if spec.device == "cuda" and spec.arch < 89:
             if layout is not None and layout.storage_dtype == E4M3:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
-            elif E4M3 in (spec.dtype, spec.compute_dtype):
+            elif spec.dtype == E4M3:
                 reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
+            elif spec.compute_dtype == E4M3:
+                reasons.append(f"computes in e4m3 from sm_89 on, got sm_{spec.arch}; leave out compute_dtype")
         if (largest := max(spec.head_dim, spec.value_dim)) > WIDEST:
             reasons.append(f"has kernels for heads of up to {WIDEST}, got {largest}")
         elif spec.value_dim > WIDEST_VALUE:

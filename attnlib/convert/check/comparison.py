@@ -130,7 +130,7 @@ def measures_of(
     counts: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Measures | str:
-    """Return what :func:`compare` returns, for the outputs of two models over the same tokens."""
+    """Return the measures of :func:`compare` from the outputs of two models over the same tokens."""
     by_window = [
         [[Divergence(some) for some in place.split(ROWS)] for place in row.split(PLACES)]
         for row in _targets(tokens, counts)
@@ -165,7 +165,7 @@ def measures_of(
 
 
 def _targets(tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Return the next token of each position in ``[windows, n]``, and marks where none follows."""
+    """Return the next token of each position in ``[windows, n]``; LAST or PADDING if none follows."""
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=LAST)
     for row, count in zip(targets, counts or (), strict=counts is not None):
         row[count - 1 :] = PADDING

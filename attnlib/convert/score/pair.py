@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...checkpoint_files.folder import COPIED, Checkpoint
 from ..check.comparison import NOT_FINITE, Measures, Outputs, compare, measures_of, outputs_of
-from ..checkpoint.errors import CheckpointError, VerificationError
+from ..checkpoint.errors import CheckpointError, RequestError, VerificationError
 from ..stock import read_config
 from ..text.tokens import tokens_of
 from .cached import cached_outputs
@@ -25,17 +25,20 @@ def require_pair(source: Checkpoint, result: Checkpoint, text: str) -> None:
     expected, got = (getattr(read_config(x).get_text_config(), "vocab_size", None) for x in (source, result))
     if expected != got:
         raise CheckpointError(
-            f"RESULT: expected vocab_size {expected} as in SOURCE, got {got}; name the folder that it was "
-            "converted from"
+            f"RESULT: expected vocab_size {expected} as in SOURCE, got {got}; as SOURCE, name the "
+            "folder that RESULT was converted from"
         )
     start = text[:COMPARED]
     if start and all(_has_tokenizer(x.folder) for x in (source, result)):
         count = len(start.encode())
-        found = [tokens_of(x.folder, start, samples=count, length=1) for x in (source, result)]
+        try:
+            found = [tokens_of(x.folder, start, samples=count, length=1) for x in (source, result)]
+        except RequestError:  # no token, which scored_windows refuses
+            return
         if not torch.equal(*found):
             raise CheckpointError(
                 "RESULT: expected a tokenizer with the tokens of SOURCE, got other tokens for the same text; "
-                "name the folder that it was converted from"
+                "as SOURCE, name the folder that RESULT was converted from"
             )
 
 
@@ -109,10 +112,11 @@ def complete(measures: Measures | str) -> Measures:
     rows = [measures, *measures["by_text"]]
     if wrong := [row.get("name", "all texts") for row in rows if not math.isfinite(row["kl_nats"])]:
         raise VerificationError(
-            f"RESULT: expected finite logits, got others on {wrong[-1]}; convert the source again"
+            f"RESULT: expected finite logits, got NaN or infinity on {wrong[-1]}; convert the source again"
         )
     return measures
 
 
 def _reason(what: str, reason: str) -> str:
-    return f"{what}: expected a language model with finite logits, got {reason.removeprefix('none: ')}"
+    reason = reason.removeprefix("none: ").removeprefix("not compared: ")
+    return f"{what}: expected a language model with finite logits, but {reason}"

@@ -16,14 +16,14 @@ MAX_REPORT = 2**26  # largest accepted size of a report, in bytes
 
 
 def seen_texts(result: Path, texts: Sequence[Text]) -> list[str]:
-    """Return the names of the texts whose sha256 a report in ``result`` lists; no report lists none."""
+    """Return the names of the texts whose sha256 a report in ``result`` lists; none without a report."""
     known: set[str] = set()
     for name in REPORTS:
         with suppress(CheckpointError):
             report = parse_object(SourceFile.at(result / name, limit=MAX_REPORT).read(), name)
             settings = report.get("settings")
             calibration = settings.get("calibration") if isinstance(settings, dict) else None
-            known |= {*_strings(calibration), *_strings(report.get("text_sha256"))}
+            known |= {*_strings(calibration), *_strings(report.get("text_sha256_by_file"))}
     found = [x.name for x in texts if hashlib.sha256(x.calibration.encode()).hexdigest() in known]
     return [*dict.fromkeys(found)]
 

@@ -54,8 +54,8 @@ def _files(path: Path) -> list[Path]:
 def scored_windows(folder: Path, texts: Sequence[Text], *, samples: int, length: int | None) -> ScoredWindows:
     """Return the first windows of each text, at most ``samples``, by the tokenizer of a checkpoint's folder.
 
-    A window has ``length`` tokens, None for 512 or as many as the model has positions. It starts with the
-    tokenizer's start token, if there is one. The last window of a text may be shorter.
+    A window has ``length`` tokens; None means 512, or all positions of the model if it has fewer. It starts
+    with the tokenizer's start token, if there is one. The last window of a text may be shorter.
 
     Raises:
         CheckpointError: the folder has no tokenizer.
@@ -66,7 +66,7 @@ def scored_windows(folder: Path, texts: Sequence[Text], *, samples: int, length:
         length = min(LENGTH, most)
     require_counts(samples, length)
     if not 2 <= length <= most:
-        raise RequestError(f"--length: expected 2 to {most} tokens, as the model has positions, got {length}")
+        raise RequestError(f"--length: expected 2 to {most} tokens (the model's positions), got {length}")
     tokenizer = tokenizer_of(folder)
     first = first_of(tokenizer)
     begin = torch.tensor([] if first is None else [first], dtype=torch.int64)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         f"Convert a checkpoint to several cache sizes, at most {MOST} points, and draw what each costs:\n"
-        "KL divergence from the source against cache bytes per token. The results are not kept."
+        "KL divergence from the source against cache bytes per token. Results are deleted after scoring."
     )
     parser.epilog = EPILOG
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the table and the picture")
     points = parser.add_argument_group(
-        "points; without sizes, up to six between an eighth and all of the cache"
+        f"points; without --kv-heads, --ranks and --caches, sizes are chosen; at most {MOST} points"
     )
     points.add_argument("--kv-heads", type=_counts, metavar="N,N", help="KV heads of each layer")
     points.add_argument("--ranks", type=_counts, metavar="N,N", help="ranks of latents")

@@ -1,4 +1,4 @@
-"""The finished points of a sweep on disk: a file for each, so that a sweep that stops repeats none."""
+"""The finished points of a sweep on disk: one file per point, so that a resumed sweep does not repeat it."""
 
 import hashlib
 from collections.abc import Mapping

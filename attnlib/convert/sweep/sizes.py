@@ -114,7 +114,7 @@ def _accepted(forms: Sequence[Size], model: CheckpointModel, *, calibrated: bool
 
 
 def _default(model: CheckpointModel, arguments: argparse.Namespace, *, calibrated: bool) -> Iterator[Size]:
-    """Yield sizes between an eighth and two thirds of the cache that are accepted, the most useful first."""
+    """Yield sizes that the model accepts, the most useful first: fewer KV heads, and latents of SHARES."""
     heads, width = model.shape.kv_heads, 2 * model.shape.kv_heads * model.shape.head_dim
     fewer = [_grouped(n, model, arguments) for n in range(heads // 2, 0, -1) if heads % n == 0]
     rope_dim, latents = _rope_dim(model, arguments), []

@@ -12,7 +12,8 @@ FRONT = "front"
 def with_front(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with its points sorted by size, largest first, and ``on_front`` for each.
 
-    A point is on the front if no other has at most its bytes and at most its KL divergence.
+    A point is on the front unless another one is at least as good in bytes and in KL divergence, and better
+    in one of them.
     """
     points = sorted(table["points"], key=lambda x: (-x["cache_bytes_per_token"], x["kl_nats"], x["name"]))
     return {**table, "points": [{**x, "on_front": not any(_better(y, x) for y in points)} for x in points]}

@@ -26,6 +26,7 @@ ROWS = 64  # queries or keys per warpgroup
 # counter, as multiples of those with the fixed order (H200, triton 3.6, 2026-11): full masks of 1k tokens
 # 1.06, 8k 1.01, 32k 1.00; a ring of four GPUs over 128k tokens 0.87.
 LONG = 16384
+MOST_SOFTCAP = 1024.0
 # The channel blocks of heads that are wider than 256.
 HALVES = MappingProxyType(dict.fromkeys(("D_MAIN", "D_TAIL", "E_MAIN", "E_TAIL"), hopper_tables.HALF))
 
@@ -78,7 +79,7 @@ def forward(key: Key) -> Forward:
     x, a = DenseShapes(key), key.layouts
     # A chunk of a larger call has an origin. The Hopper kernels are not tested on such chunks.
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
-    takes = takes and not (x.case.by_function and x.case.itemsize == 1)
+    takes = takes and not (x.case.by_function and x.case.itemsize == 1) and _is_precise(a)
     config = None
     if key.hopper and takes and has_gluon():
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
@@ -166,13 +167,21 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.learns_slopes and x.out.is_in_lines and key.hopper
-    takes = takes and a.scale != 0 and has_gluon()  # the Hopper backward divides by the scale
+    takes = takes and a.scale != 0 and has_gluon() and _is_precise(a)  # the backward divides by the scale
     if takes and a.alibi_slopes is None and hopper_tables.takes_wide(x.case, x.length):
         return _wide_backward(x)
     config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
     if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):
         return passes.backward(x)
     return _hopper_backward(x, config, in_order=key.in_order)
+
+
+def _is_precise(a: Arguments) -> bool:
+    """True if the tanh of the Hopper kernels is precise enough for a call.
+
+    Its absolute error of 3e-7 is multiplied by the softcap.
+    """
+    return a.softcap is None or a.softcap <= MOST_SOFTCAP
 
 
 def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:

@@ -64,7 +64,8 @@ class Dense:
         run = self._quantizing(given, a) if given.to_fp8 else self._replay(given, a)
         if not call.spec.grad:
             return run
-        return self.operators.replay(run, _BackwardReplay(self._key(given), given, a), a, lse=call.lse)
+        backward = (lambda *_: None) if given.to_fp8 else _BackwardReplay(self._key(given), given, a)
+        return self.operators.replay(run, backward, a, lse=call.lse)
 
     def _replay(self, given: Arguments, a: Arguments) -> Run:
         """Return a function that repeats the forward of ``given`` on new q, k, v and descales.
@@ -103,7 +104,7 @@ class Dense:
         return run
 
     def _quantizing(self, given: Arguments, a: Arguments) -> Run:
-        """Return what :meth:`_replay` does, for a call that is quantized to e4m3 first."""
+        """Return a function that repeats a call: round q, k and v to e4m3, and replay the forward on them."""
         a = a._replace(to_fp8=False)
         replay = self._replay(given._replace(to_fp8=False, **quantize(given)._asdict()), a)
 

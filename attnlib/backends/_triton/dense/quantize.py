@@ -6,7 +6,7 @@ import torch
 
 from ....fp8 import E4M3, Fp8Inputs
 from ....internal.checks import INT32
-from ...operators import Arguments
+from ...operators import Arguments, readable
 from ...operators import quantize as quantized_by_torch
 from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch, cached_plan
@@ -30,6 +30,7 @@ def quantize(a: Arguments) -> Fp8Inputs:
     """
     if not (a.q.numel() and a.k.numel() and a.v.numel()):
         return quantized_by_torch(a)
+    a = readable(a)
     known = plan(key_of(a, a.q, a.k, a.v))
     q, k, v = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (a.q, a.k, a.v))
     found = Fp8Inputs(q, k, v, *(a.q.new_empty(x, dtype=torch.float32) for x in known.scales))
@@ -42,7 +43,7 @@ def quantize(a: Arguments) -> Fp8Inputs:
 
 
 def quantized_key(key: Key) -> Key:
-    """Return the key of the forward that follows: that of the call on what :func:`quantize` returns."""
+    """Return the key of the forward on the tensors that :func:`quantize` returns."""
     a, (*_, (b, h), (_, g)) = key.layouts, plan(key).scales
     layouts = {name: contiguous(x.shape, E4M3) for name, x in (("q", a.q), ("k", a.k), ("v", a.v))}
     scales = (contiguous(shape, torch.float32) for shape in ((b, h), (b, g), (b, g)))

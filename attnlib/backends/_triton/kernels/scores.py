@@ -61,7 +61,7 @@ def tanh(x):
 
 @triton.jit
 def short_tanh(x):
-    """Return ``tanh(x)`` with an absolute error of up to 3e-7, in a third of the instructions."""
+    """Return ``tanh(x)`` with an absolute error of up to 3e-7, in a third of the instructions of ``tanh``."""
     grown = tl.exp2(x * (2 * LOG2E)) + 1
     return 1 - 2 * tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], dtype=tl.float32, is_pure=True, pack=1
@@ -83,9 +83,9 @@ def modify(s, modifiers, i, j, SHORT: tl.constexpr = False):
     """Apply softcap and ALiBi to the products q·k, and return scores and their derivative.
 
     ALiBi subtracts the slope times the distance ``|i - j|``. The derivative is with respect to the scaled
-    products, and it is 1 without a softcap. ``SHORT`` takes fewer instructions, for products of 16-bit
-    values. ``i`` and ``j`` are then rows and columns, which may be keys and queries, and count from the
-    tile's first column.
+    products, and it is 1 without a softcap. ``SHORT`` takes fewer instructions, and is exact enough for
+    inputs of 8 or 16 bits. ``i`` and ``j`` are then the tile's rows and columns, counted from its first
+    column; rows may be queries or keys.
     """
     derivative = 1.0
     if modifiers.softcap is not None or modifiers.slope is not None:

@@ -86,7 +86,8 @@ def consume_values(job, band, call, results, shared, sizes):
         if call.slopes_ptr is not None:
             slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
         modifiers = Modifiers(call.scale, call.softcap, slope)
-        # Slopes by short instructions would need more registers: 34 stack accesses per step instead of 17.
+        # With slopes, short instructions would spill more: 34 stack accesses per step instead of 17 (Triton
+        # 3.6, 2026-11).
         s, derivative = modify(s, modifiers, i + band.offset, j, call.slopes_ptr is None)
         s *= unit_of(modifiers)
         if not IN_SUMS:
