@@ -199,11 +199,11 @@ def test_backends_stay_small():
     kernels, brought 511. Tiles of trees, told apart by bounds of their tokens, brought 87, and repeated calls
     and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5; statistics of
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
-    backward 11. A forward in e4m3 of 16-bit inputs brought 152: a kernel that rounds them, its launches, and
+    backward 15. A forward in e4m3 of 16-bit inputs brought 160: a kernel that rounds them, its launches, and
     a definition of the gradients.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5086, f"{sum(found.values())} statements in backends/, not 5086: {found}"
+    assert sum(found.values()) <= 5098, f"{sum(found.values())} statements in backends/, not 5098: {found}"
 
 
 def test_the_benchmark_stays_small():
