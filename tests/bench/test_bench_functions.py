@@ -7,6 +7,9 @@ from bench_helpers import place
 from attnlib.bench import functions, tables
 from attnlib.bench.compare import Failure, distance
 
+# torch warns once in a process, so any of these tests may be the one that it warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention")
+
 SMALL = {"dim": 16, "batch": 2, "heads": 2, "tokens": 1100, "dtype": torch.float32}
 CASES = tuple(case._replace(**SMALL) for case in functions.FUNCTIONS[: len(functions.FUNCTIONS) // 2])
 
@@ -16,7 +19,6 @@ def not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_both_libraries_compute_the_same(case):
     torch.manual_seed(0)

@@ -14,6 +14,9 @@ from attnlib.bench.compare import Failure
 from attnlib.bench.implementations import implementation
 from attnlib.bench.report import Line, Table
 
+# torch warns once in a process, so any of these tests may be the one that it warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention")
+
 TIMES = Table("shape", "A call", "ms")
 
 
@@ -49,7 +52,6 @@ def test_a_mask(text, mask):
     assert shape.mask_of(text) == mask
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", ["causal", "full", "sliding:5", "prefix:70"])
 @pytest.mark.parametrize("name", ["transposed", "SDPA", "Flex", "eager"])
 def test_every_implementation_computes_every_mask(monkeypatch, name, mask):
@@ -62,7 +64,6 @@ def test_every_implementation_computes_every_mask(monkeypatch, name, mask):
     torch.testing.assert_close(found.transpose(1, 2) if heads_first else found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_all_implementations_are_timed(on_a_clock, capsys, tmp_path):
     assert on_a_clock("1,4,2,128,16") == 0
     text = capsys.readouterr().out

@@ -8,6 +8,9 @@ from attnlib.bench import tables, trees
 from attnlib.bench.compare import Failure, distance
 from attnlib.bench.trees import TreeCase
 
+# torch warns once in a process, so any of these tests may be the one that it warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention")
+
 CASE = TreeCase("small", 20, 7, 3, 4, 2, 16, torch.float32)
 
 
@@ -20,7 +23,6 @@ def ways(monkeypatch):
     return [make(place(), tree, given) for make in (trees.whole_tree, trees.copies, trees.flex)]
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention")
 def test_all_ways_compute_the_same(ways):
     whole, copied, flex = ways
     assert distance(copied.results(), whole.results()) < 1e-5
