@@ -29,7 +29,8 @@ class ScoreFunction:
     parameter names. Gradients flow into the floating-point tensors. The Python function is not stored, so a
     ScoreFunction can be copied and pickled. ``dims`` names the dimensions of each tensor by letters, if their
     sizes are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
-    ``contained`` has the softcap and ALiBi that :func:`score_mod` found in the program, or is None.
+    ``contained`` has the softcap and ALiBi that :func:`score_mod` found in the program, or is None; it does
+    not apply to a copy with another program.
     """
 
     program: Program
@@ -147,8 +148,11 @@ class Score(NamedTuple):
     @property
     def contained(self) -> ScoreOptions | None:
         """The options that the function contains; None if the call's own softcap or slopes prevent a move."""
-        found = self.function.contained if type(self.function) is ScoreFunction else None
-        is_late = found is not None and found.cap is not None and self.softcap is not None
+        function = self.function
+        found = function.contained if type(function) is ScoreFunction else None
+        if found is None or found.program != function.program:
+            return None
+        is_late = found.cap is not None and self.softcap is not None
         return None if is_late or self.alibi_slopes is not None else found
 
     def with_contained(self, slopes: Tensor | None) -> "Score":

@@ -42,30 +42,37 @@ class FunctionCase(NamedTuple):
 
 
 def same_document(b, h, i, j, documents):
+    """Show the keys of the query's document up to the query."""
     return (j <= i) & (documents[b, i] == documents[b, j])
 
 
 def near(b, h, i, j):
+    """Show the last keys up to the query, as a window does."""
     return (j <= i) & (i - j < NEAR)
 
 
 def behind_prefix(b, h, i, j):
+    """Show the keys up to the query, and all keys of the prefix."""
     return (j <= i) | (j < NEAR)
 
 
 def alibi(score, b, h, i, j, slopes):
+    """Subtract ALiBi's bias."""
     return score - slopes[h] * (i - j)
 
 
 def capped(score, b, h, i, j):
+    """Bound the score by tanh, as a softcap does."""
     return BOUND * torch.tanh(score / BOUND)
 
 
 def by_distance(score, b, h, i, j, bias):
+    """Add a bias that depends on the head and the distance."""
     return score + bias[h, (i - j).clamp(-FARTHEST, FARTHEST) + FARTHEST]
 
 
 def capped_by_distance(score, b, h, i, j, bias):
+    """Add a bias by distance, and bound the sum by tanh."""
     return BOUND * torch.tanh(by_distance(score, b, h, i, j, bias) / BOUND)
 
 
@@ -77,10 +84,12 @@ def documents(case: FunctionCase, device: str) -> Arrays:
 
 
 def slopes(case: FunctionCase, device: str) -> Arrays:
+    """Return ALiBi slopes ``[h]``."""
     return (0.1 * torch.rand(case.heads, device=device),)
 
 
 def biases(case: FunctionCase, device: str) -> Arrays:
+    """Return a bias for each head and distance: ``[h, n]``."""
     return (torch.randn(case.heads, 2 * FARTHEST + 1, device=device),)
 
 

@@ -23,6 +23,7 @@ class ScoreOptions(NamedTuple):
     """The options that a score function contains, and the rest of the function.
 
     Attributes:
+        program: the program of the whole function, in which the options were found.
         cap: the softcap, or None.
         rest: the program without the softcap; None if it returns the score unchanged.
         slopes: the number of the captured tensor with ALiBi's slopes, ``[h]`` or ``[b, h]``; None without.
@@ -30,6 +31,7 @@ class ScoreOptions(NamedTuple):
         last: the program without the softcap and ALiBi; None if it returns the score unchanged.
     """
 
+    program: Program
     cap: float | None
     rest: Program | None
     slopes: int | None
@@ -40,15 +42,15 @@ class ScoreOptions(NamedTuple):
 def options_in(program: Program) -> ScoreOptions | None:
     """Return the options that a score function contains, or None if it contains none.
 
-    >>> options_in(Program("def score(score, b, h, i, j, first): x0 = tanh(score); return x0"))
-    ScoreOptions(cap=1.0, rest=None, slopes=None, only_behind=False, last=None)
+    >>> options_in(Program("def score(score, b, h, i, j, first): x0 = tanh(score); return x0"))[1:]
+    (1.0, None, None, False, None)
     """
     found = _options_in(program.text)
     if found is None:
         return None
     cap, rest, slopes, only_behind, last = found
     rest, last = (None if text is None else Program(text) for text in (rest, last))
-    return ScoreOptions(cap, rest, slopes, only_behind, last)
+    return ScoreOptions(program, cap, rest, slopes, only_behind, last)
 
 
 @constant

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import assert_same_bits
 
 from attnlib import (
     CAUSAL,
@@ -306,3 +307,11 @@ def test_errors_are_those_of_the_call(name):
     far = function.reading([x.to("meta") for x in function.tensors])
     with pytest.raises(ValueError, match="tensor 0 of score_mod: expected device cpu"):
         attention(q, k, v, mask=CAUSAL, score=far)
+
+
+def test_a_copy_with_another_program_takes_none_of_the_options():
+    capped = score_mod(lambda s, b, h, i, j: 2 * torch.tanh(s / 2))
+    halved = score_mod(lambda s, b, h, i, j: 0.5 * s)
+    q, k, v = tensors()
+    found = attention_with_lse(q, k, v, mask=CAUSAL, score=replace(capped, program=halved.program))
+    assert_same_bits(*zip(found, attention_with_lse(q, k, v, mask=CAUSAL, score=halved), strict=True))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import gettempdir
 
 import yaml
 
@@ -23,7 +24,8 @@ TEXTS = Path(__file__).parents[2] / "attnlib/convert/text/sample_texts"
 CHARACTERS = {"calibration": 62_000, "held_out": 16_000, "old_prose/calibration": 120_000}
 PASSAGE = 4_000  # a file gives at most this many characters, so that a source has many subjects
 NOTICE = re.compile(r"(?i)copyright|licen[cs]e|all rights reserved|eslint|^package \w+\s*$")
-MACHINE_PATH = re.compile(r"(?m)^.*/tmp/.*\n")  # lines with paths of a machine are left out
+# Lines that name temporary files are left out.
+TEMPORARY = re.compile(rf"(?m)^.*{re.escape(gettempdir())}/.*\n")
 GOLDEN = (5**0.5 - 1) / 2
 SPEAKERS = (("User", "Assistant"), ("Q", "A"), ("Human", "AI"), ("Customer", "Agent"))
 
@@ -139,7 +141,7 @@ READERS: dict[str, Callable[[Path], str]] = {
 
 def passages(text: str, length: int) -> str:
     """Return about ``length`` characters of whole paragraphs, from the first of a text on."""
-    text = MACHINE_PATH.sub("", re.sub(r"[ \t]+\n", "\n", text))
+    text = TEMPORARY.sub("", re.sub(r"[ \t]+\n", "\n", text))
     text = re.sub(r"\n{4,}", "\n\n\n", text).strip("\n")
     while len(text) > 300 and NOTICE.search(text.partition("\n\n")[0]):
         text = text.partition("\n\n")[2].lstrip("\n")

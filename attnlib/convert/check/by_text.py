@@ -19,10 +19,10 @@ def lines_by_text(measures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def shown(perplexity: float | None) -> str:
-    """Return a perplexity as text; None is too large to compute."""
+def shown(perplexity: float | None, infinite: str = "too large") -> str:
+    """Return a perplexity as text; ``infinite`` if it is None, which stands for one above e^700."""
     if perplexity is None:
-        return "too large"
+        return infinite
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.3g}"
 
 

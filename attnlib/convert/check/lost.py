@@ -6,6 +6,7 @@ from typing import Any
 
 from ..checkpoint.verify import Errors
 from ..latent.losses import BASELINE
+from .by_text import shown
 
 LOSSLESS = 1e-6  # all layer errors below this count as fp32 rounding, so nothing was lost
 # A relative increase of the perplexity above this counts as a loss, and so does a KL divergence above it in
@@ -46,7 +47,8 @@ def lost(
         return None
     before, after = measures["perplexity_before"], measures["perplexity_after"]
     where = f"on {measures['tokens']:,} tokens of {measures['text']}"
-    line = f"perplexity {_number(before)} before, {_number(after)} after {where}"
+    numbers = [shown(x, "too large to compute") for x in (before, after)]
+    line = f"perplexity {numbers[0]} before, {numbers[1]} after {where}"
     if after is not None and before is not None and after <= before * (1 + NOTICED):
         if measures["kl_nats"] <= NOTICED:
             return f"{line}: no loss to recover by fine-tuning"
@@ -63,9 +65,3 @@ def _command(source: object, out: object, texts: Sequence[object], *, has_links:
         f"  {copy}python -m attnlib finetune {quote(str(out))} {healed} --teacher {teacher} "
         f"--text {' '.join(quote(str(text)) for text in texts)}"
     )
-
-
-def _number(perplexity: float | None) -> str:
-    if perplexity is None:
-        return "too large to compute"
-    return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.3g}"
