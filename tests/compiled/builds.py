@@ -42,7 +42,8 @@ class Build(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
     hopper: bool = False  # by Hopper's own kernels, where there are some for it
     in_order: bool = False  # for deterministic algorithms
-    # of indices: documents and trees hide tiles, relative scores are learned but in Hopper's own kernels
+    # of indices: documents and trees hide tiles, relative scores are learned but in Hopper's own kernels, and
+    # the derivative of capped scores depends on the score
     function: str = ""
 
     def __str__(self) -> str:
@@ -164,6 +165,9 @@ def hopper_entries() -> Iterator[Build]:
             yield Build("forward", 90, head, hopper=True, function=function)
             if max(head) <= 128:
                 yield Build("backward_keys", 90, head, hopper=True, function=function)
+        if max(head) <= 128:
+            yield Build("backward_keys", 90, head, hopper=True, function="capped")
+            yield Build("backward_keys", 90, head, hopper=True, function="relative", in_order=True)
         for mask in MASKS:
             yield Build("backward_keys", 90, head, mask=mask, hopper=True)
         for rows in ROWS[1:]:

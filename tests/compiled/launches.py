@@ -128,8 +128,8 @@ def _function(build: Build) -> tuple[list[Tensor] | None, str | None, str | None
         numbers = torch.empty(shape, dtype=torch.int32, device="meta")
         mask = until(numbers, numbers) & sliding(1024)
         return list(mask.tensors), mask.program.text, None
-    if build.function == "relative":
-        score = score_mod(_relative, torch.empty(QUERY_HEADS, 257, device="meta"))
+    if build.function in SCORES:
+        score = score_mod(SCORES[build.function], torch.empty(QUERY_HEADS, 257, device="meta"))
         return list(score.tensors), None, score.program.text
     return None, None, None
 
@@ -140,6 +140,13 @@ def _same_document(b, h, i, j, document):
 
 def _relative(score, b, h, i, j, bias):
     return score + bias[h, (i - j).clamp(-128, 128) + 128]
+
+
+def _capped(score, b, h, i, j, bias):
+    return 30 * torch.tanh(_relative(score, b, h, i, j, bias) / 30)
+
+
+SCORES = MappingProxyType({"relative": _relative, "capped": _capped})
 
 
 def _tensors(build: Build) -> dict[str, Tensor | None]:

@@ -124,7 +124,7 @@ def test_functions_softcap_and_dropout():
 
 
 def test_packed_sequences_are_each_alone_to_the_bit():
-    lengths = (30, 0, 33) if INTERPRETED else (300, 0, 1, 700)
+    lengths = (30, 0, 33) if INTERPRETED else (2100, 0, 1500, 2700)  # for which the same kernels run
     cu, total = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE), sum(lengths)
     q, k = (rows(total + 9, d=64, heads=heads) for heads in (4, 2))
     for x in (q, k):

@@ -129,7 +129,21 @@ def test_hoppers_own_kernels_run_them(d):
     }
     assert runs["distance"] == runs[""] == "Hopper"
     assert runs["learns"] == ("plain" if d == 64 else "Hopper forward, plain backward")
-    assert runs["capped"] == "plain"
+    assert runs["capped"] == "plain forward, Hopper backward"
+
+
+@pytest.mark.parametrize("score", ["distance", "capped"])
+@pytest.mark.parametrize("g", [2, 4])
+@pytest.mark.parametrize("d", [64, 128])
+def test_scores_in_order(d, g, score):
+    """Under deterministic algorithms the same kernel adds in a fixed order."""
+    torch.use_deterministic_algorithms(True)
+    q, k, v = given = [x.requires_grad_() for x in tensors(2, 4, g, d, d, s=870)]
+    function, options = scores(4)[score], {"mask": CAUSAL}
+    assert "ordered Hopper" in explain(attention_with_lse, q, k, v, score=function, **options).variant
+    assert_all(attention_with_lse, given, CAUSAL, function)
+    first, again = (solve(attention_with_lse, *given, function, torch.bfloat16, **options) for _ in range(2))
+    assert all(x.equal(y) for x, y in zip(first, again, strict=True))
 
 
 def test_a_mask_by_function_is_as_exact_as_its_band():

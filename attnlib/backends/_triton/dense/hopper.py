@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....tracing.derivative import derivative
-from ....tracing.program import Program
 from ...operators import Arguments
 from ..launching import layouts
 from ..launching.config import LaunchConfig
@@ -187,13 +185,12 @@ def _is_precise(a: Arguments) -> bool:
 def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:
     """True if the Hopper backward supports the mask and score functions of a call.
 
-    A fixed order of additions relies on the band of a mask, so it excludes functions. If a tensor that a
+    A fixed order of additions relies on the band of a mask, so it excludes mask functions. If a tensor that a
     score function reads needs a gradient, the kernel would need atomics, which crash ptxas next to wgmma.
-    Some derivatives need the original scores, for which there is no space left.
     """
-    if in_order or not config.dq_registers:
+    if not config.dq_registers or (in_order and a.mask_program is not None):
         return False
-    return a.score_program is None or not (a.learns or derivative(Program(a.score_program)).needs_score)
+    return a.score_program is None or not a.learns
 
 
 class WidePass(NamedTuple):

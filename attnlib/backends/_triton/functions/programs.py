@@ -116,12 +116,16 @@ def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
     }
 
 
-def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """Return the Triton functions that differentiate a score function, or None if they are not needed."""
+def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | bool | None]:
+    """Return the Triton functions that differentiate a score function, or None if they are not needed.
+
+    ``NEEDS_SCORE``: the derivative with respect to the score depends on the score.
+    """
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
-        return {"DERIVATIVE": None, "GRADIENTS": None}
+        return {"DERIVATIVE": None, "GRADIENTS": None, "NEEDS_SCORE": False}
     return {
         "DERIVATIVE": derivative_of(program, bounds),
         "GRADIENTS": gradients_of(program, bounds) if a.learns else None,
+        "NEEDS_SCORE": derivative(program).needs_score,
     }

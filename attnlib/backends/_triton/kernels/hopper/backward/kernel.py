@@ -74,6 +74,7 @@ def backward(
     DQ_REGISTERS: gl.constexpr, AFTER: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # used only if DQ_REGISTERS > 0
+    NEEDS_SCORE: gl.constexpr,
 ):  # fmt: skip
     """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and add to the fp32 sums of dq.
 
@@ -89,7 +90,7 @@ def backward(
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = BackwardSizes(
         D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, DQ_REGISTERS > 0, AFTER,
-        MASK is not None,
+        MASK is not None, NEEDS_SCORE,
     )  # fmt: skip
     shared = allocate(q_desc.dtype, sizes)
     gdc_wait()

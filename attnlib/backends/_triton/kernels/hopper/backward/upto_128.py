@@ -134,9 +134,13 @@ def advance(
         slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, place.h, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
     s, derivative = modify(s, modifiers, rows, columns, True)
-    if call.softcap is not None:
-        derivative = halves_of(derivative, dout)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
+    KEPT: gl.constexpr = sizes.EARLY or call.softcap is not None
+    if sizes.EARLY:
+        one = gl.full([KEYS, BLOCK_M], 1.0, gl.float32, SCORES)
+        derivative *= unchanged(one, s, modifiers, True, place, call.score_tensors, None, DERIVATIVE, None)
+    if KEPT:
+        derivative = halves_of(derivative, dout)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
         at = pairs_of(read_step(step, now, job, call, sizes), number, job, sizes, SCORES)
@@ -153,10 +157,15 @@ def advance(
     dv = warpgroup_mma(p_as_factor, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     p = floats_of(p16)
-    ds = unchanged(p * dp, s, modifiers, p != 0.0, place, call.score_tensors, None, DERIVATIVE, None)
-    if call.softcap is not None:
+    ds = p * dp
+    if not sizes.EARLY:
+        ds = unchanged(ds, s, modifiers, p != 0.0, place, call.score_tensors, None, DERIVATIVE, None)
+    if KEPT:
         derivative = floats_of(derivative)
-    ds = halves_of(ds * derivative, dout)
+    ds *= derivative
+    if sizes.EARLY:  # the derivative of a hidden pair may be infinite
+        ds = gl.where(p != 0.0, ds, 0.0)
+    ds = halves_of(ds, dout)
     ds16 = gl.convert_layout(ds, P)
     dk = warpgroup_mma(ds16, q, sums.dk, is_async=True)
     barrier_sync(TAKEN + number * 2 + now.parity, CONSUMERS)
