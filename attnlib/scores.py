@@ -71,9 +71,9 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
     :func:`attnlib.mask_mod` for what a function may do.
 
     If a function begins with ``c * tanh(score / c)``, or with ALiBi whose slopes ``[h]`` or ``[b, h]`` are an
-    argument, these become the call's ``softcap`` and ``alibi_slopes``, for which kernels are faster. The rest
-    stays a function. ALiBi without ``abs``, such as ``score + slopes[h] * (j - i)``, becomes an option if the
-    band of the mask hides all keys after the query.
+    argument or are computed from ``h``, these become the call's ``softcap`` and ``alibi_slopes``, for which
+    kernels are faster. The rest stays a function. ALiBi without ``abs``, such as
+    ``score + slopes[h] * (j - i)``, becomes an option if the band of the mask hides all keys after the query.
 
     Raises:
         TraceError: the function cannot run in a kernel; the message names the line.

@@ -1,10 +1,19 @@
 """Move softcap and ALiBi from the score function of a call to the options of the call."""
 
+from math import inf
+
+import torch
 from torch import Tensor
 
+from ..internal.watched import is_transforming
 from ..masks.band import AnyMask
+from ..tracing.evaluation import evaluated
+from ..tracing.program import Program, constant
 from .call import Call
 from .trees import tree_of
+
+_SLOPES: dict[tuple, Tensor | None] = {}  # slopes that score functions compute from the head
+MOST = 64  # of them
 
 
 def with_score_options(call: Call) -> Call:
@@ -18,7 +27,10 @@ def with_score_options(call: Call) -> Call:
     slopes, mask = None, call.mask
     is_alibi = found.slopes is not None and isinstance(mask, AnyMask)
     if is_alibi and (mask.band.hides_all_after or not found.only_behind):
-        slopes = _slopes(call, call.score.function.tensors[found.slopes])
+        if isinstance(found.slopes, Program):
+            slopes = _computed(call, found.slopes)
+        else:
+            slopes = _slopes(call, call.score.function.tensors[found.slopes])
     if found.cap is slopes is None:
         return call
     return call._replace(score=call.score.with_contained(slopes))
@@ -30,12 +42,8 @@ def _slopes(call: Call, slopes: Tensor) -> Tensor | None:
     They stay if the tensor has too few of them, since a function then reads the last one again. With a tree
     in the mask they stay because distances are not ``|i - j|``.
     """
-    q, packing, origin = call.q, call.packing, call.origin
-    is_valid = isinstance(q, Tensor) and not q.is_nested and q.dim() > 2 and q.device == slopes.device
-    if packing is not None:
-        offsets = packing.cu_seqlens_q
-        is_valid = is_valid and isinstance(offsets, Tensor) and offsets.dim() == 1
-    if not is_valid or tree_of(call.mask) is not None:
+    q, origin = call.q, call.origin
+    if not _takes_slopes(call) or q.device != slopes.device:
         return None
     wanted = [(-1, origin.head, q.shape[-2])]
     if slopes.dim() == 2:
@@ -46,3 +54,51 @@ def _slopes(call: Call, slopes: Tensor) -> Tensor | None:
         if slopes.shape[dim] != count:
             slopes = slopes.narrow(dim, first, count)
     return slopes
+
+
+def _takes_slopes(call: Call) -> bool:
+    """True if the call is valid so far, and its distances are ``|i - j|``, which those of a tree are not."""
+    q, packing = call.q, call.packing
+    is_valid = isinstance(q, Tensor) and not q.is_nested and q.dim() > 2
+    if packing is not None:
+        offsets = packing.cu_seqlens_q
+        is_valid = is_valid and isinstance(offsets, Tensor) and offsets.dim() == 1
+    return is_valid and tree_of(call.mask) is None
+
+
+def _computed(call: Call, program: Program) -> Tensor | None:
+    """Return the slopes that a program computes for the call's heads, or None if they stay in the function.
+
+    They stay if one is negative. They also stay if they are not known yet while a CUDA graph is captured, a
+    transform such as vmap runs, or q is of a subclass such as a fake tensor.
+    """
+    q, first = call.q, call.origin.head
+    if not _takes_slopes(call) or not isinstance(first, int):
+        return None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wanted = program.text, first, q.shape[-2], dtype, q.device
+    if torch.compiler.is_compiling():
+        return _made(*wanted)
+    if type(q) is not Tensor:
+        return None
+    if wanted not in _SLOPES:
+        if is_transforming() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        if len(_SLOPES) >= MOST:
+            _SLOPES.clear()
+        with torch.inference_mode(False):  # a later call may need gradients
+            _SLOPES[wanted] = _made(*wanted)
+    return _SLOPES[wanted]
+
+
+def _made(text: str, first: int, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    numbers = _numbers(text, first, heads)
+    return torch.tensor(numbers, dtype=dtype, device=device) if all(0 <= x < inf for x in numbers) else None
+
+
+@constant
+def _numbers(text: str, first: int, heads: int) -> tuple[float, ...]:
+    """Return the slopes of the heads from ``first`` on, by the program of this text."""
+    heads = torch.arange(first, first + heads)
+    slopes = evaluated(Program(text), {"h": heads}, (), torch.float64)
+    return (*slopes.expand(len(heads)).tolist(),)

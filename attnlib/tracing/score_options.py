@@ -1,15 +1,16 @@
 """Find the options of attention that a score function contains, however they are written: softcap and ALiBi.
 
-``c * tanh(score / c)`` is a softcap, and ``score - slopes[h] * |i - j|`` is ALiBi. Kernels apply the softcap
-first, then ALiBi, then the score function, so what follows both in a function can stay a function.
+``c * tanh(score / c)`` is a softcap, and ``score - slopes[h] * |i - j|`` is ALiBi, whose slopes may also be
+computed from ``h``. Kernels apply the softcap first, then ALiBi, then the score function, so what follows
+both in a function can stay a function.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from .derivative import needed
 from .kinds import BOOL, FLOAT
-from .polynomials import BEHIND, DISTANCE, I, J, Polynomial, polynomials
+from .polynomials import BEHIND, DISTANCE, H, I, J, Polynomial, polynomials
 from .program import Operand, Parsed, Program, Step, Steps, Value, constant
 
 SCORE = Value("score")
@@ -17,6 +18,7 @@ ROUNDED = 2.0**-48  # numbers this close to 1 count as 1, because 1 / 49 * 49 is
 MOST_TERMS = 64  # a longer sum stays in the function
 Known = Mapping[Value, Polynomial]
 Term = tuple[float, Operand]  # a factor, and the operand that it multiplies
+PLACES = (I, J, DISTANCE, BEHIND)  # by which ALiBi multiplies a slope
 
 
 class ScoreOptions(NamedTuple):
@@ -26,7 +28,8 @@ class ScoreOptions(NamedTuple):
         program: the program of the whole function, in which the options were found.
         cap: the softcap, or None.
         rest: the program without the softcap; None if it returns the score unchanged.
-        slopes: the number of the captured tensor with ALiBi's slopes, ``[h]`` or ``[b, h]``; None without.
+        slopes: the number of the captured tensor with ALiBi's slopes, ``[h]`` or ``[b, h]``; or the program
+            that computes the slope of head ``h``, which may be negative; None without ALiBi.
         only_behind: True if the bias equals ALiBi's only for keys up to the query, not for keys after it.
         last: the program without the softcap and ALiBi; None if it returns the score unchanged.
     """
@@ -34,7 +37,7 @@ class ScoreOptions(NamedTuple):
     program: Program
     cap: float | None
     rest: Program | None
-    slopes: int | None
+    slopes: int | Program | None
     only_behind: bool
     last: Program | None
 
@@ -49,12 +52,12 @@ def options_in(program: Program) -> ScoreOptions | None:
     if found is None:
         return None
     cap, rest, slopes, only_behind, last = found
-    rest, last = (None if text is None else Program(text) for text in (rest, last))
+    rest, slopes, last = (Program(x) if isinstance(x, str) else x for x in (rest, slopes, last))
     return ScoreOptions(program, cap, rest, slopes, only_behind, last)
 
 
 @constant
-def _options_in(text: str) -> tuple[float | None, str | None, int | None, bool, str | None] | None:
+def _options_in(text: str) -> tuple[float | None, str | None, int | str | None, bool, str | None] | None:
     rest, cap = Program(text).parsed, None
     if (found := _without_softcap(rest)) is not None:
         cap, rest = found
@@ -134,24 +137,53 @@ def _is_one(x: float) -> bool:
 # ---- ALiBi
 
 
-def _without_alibi(parsed: Parsed) -> tuple[int, bool, Parsed] | None:
-    """Return the number of the slopes' tensor, ``only_behind`` as in :class:`ScoreOptions`, and the rest.
+class _Alibi(NamedTuple):
+    """ALiBi in a sum: the bias is ``-factor * slope`` times the distance.
+
+    ``slope`` is a captured tensor, a value that depends on ``h`` alone, or 1. ``others`` are all other terms
+    of the sum except the score.
+    """
+
+    slope: Operand
+    factor: float
+    only_behind: bool
+    others: list[Term]
+
+
+def _without_alibi(parsed: Parsed) -> tuple[int | str, bool, Parsed] | None:
+    """Return the slopes' tensor or program, ``only_behind`` as in :class:`ScoreOptions`, and the rest.
 
     Return None if the program does not begin with ALiBi.
     """
-    if all(step.operation != "load" for step in parsed.steps):
-        return None
-    known, made, changing = polynomials(parsed), {step.result: step for step in parsed.steps}, {SCORE}
+    known, made, changing, of_head = polynomials(parsed), {}, {SCORE}, {H}
     for step in parsed.steps:
+        made[step.result] = step
         if not changing.isdisjoint(step.operands):
             changing.add(step.result)
+        if of_head.issuperset(x for x in step.operands if isinstance(x, Value)):
+            of_head.add(step.result)
     for step in reversed(parsed.steps):
         if step.result in changing and _is_bottleneck(parsed, step.result):
-            found = _alibi(_terms(step.result, made, changing), known, changing)
+            found = _alibi(_terms(step.result, made, changing), known, changing, of_head)
             if found is not None:
-                slopes, only_behind, others = found
-                return slopes, only_behind, _replaced(parsed, step.result, others)
+                slopes = int(found.slope.name[1:]) if _is_tensor(found.slope) else _of_head(parsed, found)
+                return slopes, found.only_behind, _replaced(parsed, step.result, found.others)
     return None
+
+
+def _is_tensor(slope: Operand) -> bool:
+    return isinstance(slope, Value) and slope.name.startswith("t")
+
+
+def _of_head(parsed: Parsed, found: _Alibi) -> str:
+    """Return the text of the program that computes the slope of a head."""
+    if not isinstance(found.slope, Value):
+        return Steps(parsed.inputs, parsed.captured).program("score", found.factor).text
+    steps = Steps(parsed.inputs, parsed.captured)
+    here = {found.slope: found.slope}
+    for step in needed(parsed.steps, [found.slope]):
+        here[step.result] = steps.again(step.operation, [here.get(x, x) for x in step.operands])
+    return steps.program("score", steps.add("mul", here[found.slope], found.factor)).text
 
 
 def _terms(x: Value, made: Mapping[Value, Step], changing: Container[Operand]) -> list[Term]:
@@ -179,43 +211,49 @@ def _terms(x: Value, made: Mapping[Value, Step], changing: Container[Operand]) -
 
 
 def _alibi(
-    terms: Sequence[Term], known: Known, changing: Container[Operand]
-) -> tuple[int, bool, list[Term]] | None:
-    """Return the number of the slopes' tensor, ``only_behind``, and all other terms except the score.
-
-    Return None if the sum does not contain the score once and ALiBi.
-    """
+    terms: Sequence[Term], known: Known, changing: Container[Operand], of_head: Collection[Operand]
+) -> _Alibi | None:
+    """Return the ALiBi of a sum, or None if the sum does not contain the score once and ALiBi."""
     scores, others = ([x for x in terms if (x[1] in changing) == is_score] for is_score in (True, False))
     if any(x != SCORE for _, x in scores) or not _is_one(sum(times for times, _ in scores)):
         return None
-    slopes = [_slopes(known.get(x, {})) for _, x in others]
+    slopes = [_slope(known.get(x, {}), of_head) for _, x in others]
     best = None
-    for tensor in dict.fromkeys(filter(None, slopes)):
-        parts = [x for x, of in zip(others, slopes, strict=True) if of == tensor]
-        only_behind = _is_only_behind(parts, known)
-        if only_behind is not None and (best is None or not only_behind):
-            rest = [x for x, of in zip(others, slopes, strict=True) if of != tensor and x[1] != 0]
-            best = int(tensor.name[1:]), only_behind, rest
+    for slope in dict.fromkeys(x for x in slopes if x is not None):
+        parts = [x for x, of in zip(others, slopes, strict=True) if of == slope]
+        factor, only_behind = _bias(parts, known)
+        takes = _is_one(factor) if _is_tensor(slope) else factor != 0
+        if takes and (best is None or not only_behind):
+            rest = [x for x, of in zip(others, slopes, strict=True) if of != slope and x[1] != 0]
+            best = _Alibi(slope, factor, only_behind, rest)
     return best
 
 
-def _slopes(x: Polynomial) -> Value | None:
-    """Return the tensor of slopes if every monomial is a slope times an index or a distance, else None."""
-    found = {
-        monomial[1] if len(monomial) == 2 and monomial[0] in (I, J, DISTANCE, BEHIND) else None
-        for monomial in x
-    }
-    slopes = found.pop() if len(found) == 1 else None
-    return slopes if slopes is not None and slopes.name.startswith("t") else None
+def _slope(x: Polynomial, of_head: Collection[Operand]) -> Operand | None:
+    """Return the slope if every monomial is the same slope times an index or a distance, else None."""
+    found = {_factor_of_place(monomial) for monomial in x}
+    slope = found.pop() if len(found) == 1 else None
+    return slope if slope == 1 or _is_tensor(slope) or slope in of_head else None
 
 
-def _is_only_behind(terms: Sequence[Term], known: Known) -> bool | None:
-    """Return False if the terms add up to ALiBi's bias, True if only for keys up to the query, else None."""
-    total = dict.fromkeys((I, J, DISTANCE, BEHIND), 0.0)
+def _factor_of_place(monomial: tuple[Value, ...]) -> Operand | None:
+    """Return what multiplies an index or a distance in a product of at most two numbers, else None."""
+    if len(monomial) not in (1, 2) or monomial[0] not in PLACES:
+        return None
+    return monomial[1] if len(monomial) == 2 else 1
+
+
+def _bias(terms: Sequence[Term], known: Known) -> tuple[float, bool]:
+    """Return the factor with which the terms add up to ALiBi's bias, and if only for keys up to the query.
+
+    The factor is 0 if they do not.
+    """
+    total = dict.fromkeys(PLACES, 0.0)
     for times, x in terms:
-        for (of, _), coefficient in known[x].items():
-            total[of] += times * coefficient
-    if _is_one(-total[DISTANCE]) and total[I] == total[J] == total[BEHIND] == 0:
-        return False
+        for monomial, coefficient in known[x].items():
+            total[monomial[0]] += times * coefficient
+    if total[I] == total[J] == total[BEHIND] == 0:
+        return -total[DISTANCE], False
     behind = total[DISTANCE] + total[BEHIND]
-    return True if _is_one(-total[I] - behind) and _is_one(total[J] - behind) else None
+    before, after = -total[I] - behind, total[J] - behind
+    return (before, True) if before and _is_one(after / before) else (0.0, True)

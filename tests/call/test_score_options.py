@@ -47,6 +47,10 @@ def behind(s, b, h, i, j, m):
     return s + m[h] * (j - i)
 
 
+def by_head(s, b, h, i, j):
+    return s + torch.exp2(-((h + 1) * 8.0 / H)) * (j - i)
+
+
 def by_sequence(s, b, h, i, j, m):
     return s - m[b, h] * (i - j).abs()
 
@@ -64,6 +68,7 @@ def functions(*, grad=False):
         "capped": score_mod(capped),
         "sloped": score_mod(sloped, slopes(H, grad=grad)),
         "behind": score_mod(behind, slopes(H, grad=grad)),
+        "by head": score_mod(by_head),
         "by sequence": score_mod(by_sequence, slopes(B, H, grad=grad)),
         "everything": score_mod(everything, slopes(H, grad=grad), slopes(H, 5, grad=grad)),
     }
@@ -148,6 +153,35 @@ def test_options_keep_their_order():
                 attention_with_lse(q, k, v, score=x, **options) for x in (given[name], whole(given[name]))
             )
             alike(*both)
+
+
+def test_slopes_by_a_formula_of_the_head():
+    """Negative and infinite ones stay in the function; the others are made once for a device."""
+    for formula, is_option in (
+        (lambda s, b, h, i, j: s - 0.5 * (i - j), True),
+        (lambda s, b, h, i, j: s + 0.5 * (i - j), False),
+        (lambda s, b, h, i, j: s - (h - 1.5) * (i - j), False),
+        (lambda s, b, h, i, j: s - torch.exp2(-h) * (i - j), True),
+        (lambda s, b, h, i, j: s - torch.exp(1000.0 * torch.exp(h.float())) * (i - j), False),
+    ):
+        x = score_mod(formula)
+        assert options_of(x) == (("alibi_slopes",) if is_option else ("function",))
+        assert options_of(x, FULL) == ("function",)
+    q, k, v = tensors()
+    calls = [Call(y, CAUSAL, Score(function=score_mod(by_head)), k, v) for y in (q, q, q.float())]
+    first, again, other = (with_score_options(call).score.alibi_slopes for call in calls)
+    assert first is again
+    assert (first.dtype, other.dtype) == (torch.float64, torch.float32)
+    torch.testing.assert_close(first, 2.0 ** -(torch.arange(1, H + 1).double() * 8 / H))
+    with torch.inference_mode():
+        attention(q, k, v, mask=CAUSAL, score=score_mod(formula))
+    q.requires_grad_()
+    attention(q, k, v, mask=CAUSAL, score=score_mod(formula)).sum().backward()
+    mode = torch._subclasses.FakeTensorMode()
+    fake = [mode.from_tensor(x.detach()) for x in (q, k, v)]
+    with mode:
+        assert attention(*fake, mask=CAUSAL, score=score_mod(by_head)).shape == q.shape
+    assert type(with_score_options(calls[0]).score.alibi_slopes) is torch.Tensor
 
 
 def test_slopes_have_the_heads_and_sequences_of_the_call():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from attnlib import score_mod
 from attnlib.tracing.evaluation import evaluated
+from attnlib.tracing.program import Program
 from attnlib.tracing.score_options import options_in
 
 H, B = 4, 2
@@ -55,6 +56,14 @@ WRITTEN = {
     "behind, both": (lambda s, b, h, i, j, m: s - m[h] * ((i - j) + (i - j).abs()) / 2, BEHIND),
     "behind, twice": (lambda s, b, h, i, j, m: (2 * s - 2 * m[h] * (i - j)) / 2, BEHIND),
     "behind, shifted": (lambda s, b, h, i, j, m: s + m[h] * ((j + 5) - (i + 5)), BEHIND),
+    "slope of a head": (lambda s, b, h, i, j, m: s - torch.exp2(-(h + 1) * 2) * (i - j).abs(), BOTH_SIDES),
+    "behind, of a head": (lambda s, b, h, i, j, m: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / H)), BEHIND),
+    "behind, power of a head": (lambda s, b, h, i, j, m: s - 0.5 * 2 ** (-2.0 * (h + 1)) * (i - j), BEHIND),
+    "behind, times a head's": (lambda s, b, h, i, j, m: s + 3 * torch.exp(-h.float()) * (j - i) / 2, BEHIND),
+    "behind, negative": (lambda s, b, h, i, j, m: s + torch.exp2(-h) * (i - j), BEHIND),
+    "slope of 1": (lambda s, b, h, i, j, m: s - (i - j), BEHIND),
+    "slope of a half": (lambda s, b, h, i, j, m: s - 0.5 * (i - j).abs(), BOTH_SIDES),
+    "both, by head": (lambda s, b, h, i, j, m: 30 * tanh(s / 30) - 1 / (h + 1) * (i - j), (CAP, True, True)),
     "both": (lambda s, b, h, i, j, m: 30 * tanh(s / 30) - m[h] * (i - j).abs(), (CAP, True, False)),
     "both, behind": (lambda s, b, h, i, j, m: m[h] * (j - i) + tanh(s / 30) * 30, (CAP, True, True)),
 }  # fmt: skip
@@ -97,7 +106,9 @@ UNKNOWN = {
     "a slope of a KV head": lambda s, b, h, i, j, m: s - m[h // 2] * (i - j),
     "the first slope": lambda s, b, h, i, j, m: s - m[0] * (i - j),
     "an absolute slope": lambda s, b, h, i, j, m: s - m[h].abs() * (i - j),
-    "no slope": lambda s, b, h, i, j, m: s - (i - j),
+    "a slope by query": lambda s, b, h, i, j, m: s - torch.exp2(-i) * (i - j),
+    "slopes of heads and of sequences": lambda s, b, h, i, j, m: s - torch.exp2(-h - b) * (i - j),
+    "a learned slope's power": lambda s, b, h, i, j, m: s - torch.exp2(m[h]) * (i - j),
     "a scaled score": lambda s, b, h, i, j, m: 2 * s - m[h] * (i - j),
     "a negative score": lambda s, b, h, i, j, m: -s - m[h] * (i - j),
     "the score twice": lambda s, b, h, i, j, m: s * s - m[h] * (i - j) + s,
@@ -126,7 +137,10 @@ def assert_equal(program, found, tensors):
     capped = x if rest is None else evaluated(rest, given | {"score": x}, tensors, torch.float64)
     torch.testing.assert_close(capped, expected, rtol=1e-12, atol=1e-12)
     if found.slopes is not None:
-        slopes = tensors[found.slopes][..., None, None]
+        if isinstance(found.slopes, Program):
+            slopes = evaluated(found.slopes, {"h": given["h"]}, (), torch.float64)
+        else:
+            slopes = tensors[found.slopes][..., None, None]
         x = x - slopes * (given["i"] - given["j"]).abs()
         x = x if last is None else evaluated(last, given | {"score": x}, tensors, torch.float64)
         shown = given["j"] <= given["i"] if found.only_behind else torch.ones(7, 7, dtype=torch.bool)
