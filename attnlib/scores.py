@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ class ScoreFunction:
     ScoreFunction can be copied and pickled. ``dims`` names the dimensions of each tensor by letters, if their
     sizes are to be validated: "1" is a dimension of size 1, and "T" one of size ``t`` or more.
     ``contained`` has the softcap and ALiBi that :func:`score_mod` found in the program, or is None; it does
-    not apply to a copy with another program.
+    not apply to a copy with another program. ``computed`` keeps slopes that calls have computed, by heads and
+    device; copies and pickles begin without any.
     """
 
     program: Program
@@ -38,6 +39,14 @@ class ScoreFunction:
     names: tuple[str, ...]
     dims: tuple[str, ...] = ()
     contained: ScoreOptions | None = field(default=None, repr=False)
+    computed: dict[tuple, Tensor | None] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> list[object]:
+        return [getattr(self, x.name) for x in fields(self)[:-1]]
+
+    def __setstate__(self, state: list[object]) -> None:
+        for x, value in zip(fields(self), (*state, {}), strict=True):
+            object.__setattr__(self, x.name, value)
 
     def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
         """Return the same function bound to other tensors of the same dtypes and dimension counts."""

@@ -12,9 +12,6 @@ from ..tracing.program import Program, constant
 from .call import Call
 from .trees import tree_of
 
-_SLOPES: dict[tuple, Tensor | None] = {}  # slopes that score functions compute from the head
-MOST = 64  # of them
-
 
 def with_score_options(call: Call) -> Call:
     """Return an equal call, in which softcap and ALiBi of its score function are options of the call.
@@ -81,14 +78,13 @@ def _computed(call: Call, program: Program) -> Tensor | None:
         return _made(*wanted)
     if type(q) is not Tensor:
         return None
-    if wanted not in _SLOPES:
+    computed = call.score.function.computed
+    if wanted not in computed:
         if is_transforming() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        if len(_SLOPES) >= MOST:
-            _SLOPES.clear()
         with torch.inference_mode(False):  # a later call may need gradients
-            _SLOPES[wanted] = _made(*wanted)
-    return _SLOPES[wanted]
+            computed[wanted] = _made(*wanted)
+    return computed[wanted]
 
 
 def _made(text: str, first: int, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -1,5 +1,7 @@
 """Calls take the softcap and the ALiBi of their score function as options, and compute the same."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -168,11 +170,15 @@ def test_slopes_by_a_formula_of_the_head():
         assert options_of(x) == (("alibi_slopes",) if is_option else ("function",))
         assert options_of(x, FULL) == ("function",)
     q, k, v = tensors()
-    calls = [Call(y, CAUSAL, Score(function=score_mod(by_head)), k, v) for y in (q, q, q.float())]
+    function = score_mod(by_head)
+    calls = [Call(y, CAUSAL, Score(function=function), k, v) for y in (q, q, q.float())]
     first, again, other = (with_score_options(call).score.alibi_slopes for call in calls)
     assert first is again
     assert (first.dtype, other.dtype) == (torch.float64, torch.float32)
     torch.testing.assert_close(first, 2.0 ** -(torch.arange(1, H + 1).double() * 8 / H))
+    assert len(function.computed) == 2
+    assert not copy.deepcopy(function).computed
+    assert not pickle.loads(pickle.dumps(function)).computed
     with torch.inference_mode():
         attention(q, k, v, mask=CAUSAL, score=score_mod(formula))
     q.requires_grad_()
@@ -180,7 +186,7 @@ def test_slopes_by_a_formula_of_the_head():
     mode = torch._subclasses.FakeTensorMode()
     fake = [mode.from_tensor(x.detach()) for x in (q, k, v)]
     with mode:
-        assert attention(*fake, mask=CAUSAL, score=score_mod(by_head)).shape == q.shape
+        assert attention(*fake, mask=CAUSAL, score=function).shape == q.shape
     assert type(with_score_options(calls[0]).score.alibi_slopes) is torch.Tensor
 
 
