@@ -81,7 +81,7 @@ def _dense(build: Build) -> Prepared:
     read, *programs = _function(build)
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
+        mask.left, mask.right, mask.prefix, 0, scale, softcap, build.dropout, None, None, *programs,
         TREE if build.function == "tree" else None, False, not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))

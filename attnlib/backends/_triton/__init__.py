@@ -42,6 +42,8 @@ class TritonBackend:
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
+        if spec.selected is not None:
+            reasons.append("has no kernels for masks.selected() yet; use backend='torch'")
         if spec.device == "cuda" and spec.arch < 89:
             if layout is not None and layout.storage_dtype == E4M3:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
