@@ -106,7 +106,7 @@ def _over_view(call: Call, statistic: Statistic, name: str | ExplainOnly | None)
     k, origin = keys.k, Origin(keys.starts, keys.starts)
     mask = call.mask
     if (selection := selection_of(mask)) is not None:
-        mask = mask.with_lists(selection.indices.flatten(0, -4))
+        mask = mask.with_lists(selection.indices.flatten(0, -3))
     packed = Call(q.flatten(0, -3), mask, call.score, k, first_column(k), packing=packing, origin=origin)
     result = compute(packed, statistic, name)
     if statistic.kind == "mass":
