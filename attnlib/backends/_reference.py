@@ -15,7 +15,7 @@ from ..fp8 import E4M3, per_token, quantized
 from ..internal.philox import dropout_keep
 from ..kv import KVView
 from ..masks.band import AnyMask, Mask
-from ..masks.selected import ShownBlocks
+from ..masks.selection import ShownBlocks
 from ..reference import attend
 from .operators import result_dtype, wide
 

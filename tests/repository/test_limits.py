@@ -200,10 +200,10 @@ def test_backends_stay_small():
     and cache steps on CPUs 62. To leave out gradients of slopes that do not learn brought 5; statistics of
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
     backward 15. A forward in e4m3 of 16-bit inputs brought 160: a kernel that rounds them, its launches, and
-    a definition of the gradients.
+    a definition of the gradients. Lists of selected keys, on the torch and reference backends, brought 56.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5098, f"{sum(found.values())} statements in backends/, not 5098: {found}"
+    assert sum(found.values()) <= 5154, f"{sum(found.values())} statements in backends/, not 5154: {found}"
 
 
 def test_the_benchmark_stays_small():

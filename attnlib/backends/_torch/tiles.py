@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...internal.checks import are_checks_on
 from ...internal.philox import dropout_keep
-from ...masks.selected import ShownBlocks
+from ...masks.selection import ShownBlocks
 from ...tracing.derivative import Derivative, derivative
 from ...tracing.evaluation import evaluated
 from ..operators import result_dtype, wide
