@@ -1,5 +1,6 @@
 """Recomputed probabilities and largest scores of a drawn call, judged by the oracle's scores."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _expected(x: Sequence, rule: Rule, lse: Tensor, rows: Tensor, at: Tensor, of
     logits = scores(x, rule)
     p = torch.exp(logits - lse[..., None]).masked_fill((lse == -torch.inf)[..., None], 0)
     if of == "products":
-        plain = Sequence(x.q, x.k, x.v, start=x.start, end=x.end)
+        plain = replace(x, slopes=None, sinks=None)
         logits = scores(plain, rule._replace(softcap=None))
     exists = (at >= 0) & (at < len(x.k))
     some, nothing = p[:, rows[rows >= 0].long()], torch.full(logits.shape[:2], -torch.inf).double()

@@ -70,7 +70,7 @@ def _runs(batch: Batch, rows: list | None) -> Iterator[Run]:
 def _add_maxima(batch: Batch, result: Tensor) -> None:
     """Write the largest score of each query, ``[b, h, s]``."""
     for block in query_blocks(batch):
-        found = block.column(result)
+        found = block.q.new_full((*block.q.shape[:2], 1), -torch.inf)
         for start, stop in key_ranges(batch.keys, block):
             if (tile := tile_of(batch, block, start, stop)) is not None:
                 found = torch.maximum(found, tile.scores.amax(-1, keepdim=True))

@@ -254,6 +254,13 @@ def test_weights_and_maxima(c, backend):
         torch.testing.assert_close(found, attention_maxima(q, k, mask=theirs, of=of, softcap=2.0), **CLOSE)
 
 
+def test_maxima_of_packed_queries_that_see_nothing():
+    q, cu = torch.randn(5, 1, 8), torch.tensor([0, 1, 5]).int()
+    mask = CAUSAL & selected(torch.full((5, 1, 1), -1).int())
+    found = attention_maxima(q, q, mask=mask, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert (found == -torch.inf).all()
+
+
 def test_no_tensor_has_a_bool_for_each_pair():
     """Lists are expanded for a few queries at a time."""
     s = t = 2048
