@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlib import attention_maxima, attention_weights
+from attnlib import attention_maxima, attention_weights, explain
 
 from .draw import Draw
 from .judge import Mismatch
@@ -22,6 +22,8 @@ def check_recomputed(call: Any, arguments: dict[str, Any], lse: Tensor) -> None:
     draw, lengths = call.draw, call.lengths
     options = {name: x for name, x in arguments.items() if name in (*TAKEN, *PACKED)}
     q, k, _ = call.qkv(call.tensors)
+    if explain(attention_maxima, q, k, **options).chosen is None:  # kernels of selected keys have no scores
+        return
     s, at = lengths.shape(0)[-1], _numbers(draw, (*lengths.shape(0), 3), max(lengths.keys, default=0))
     rows = _numbers(draw, (draw.upto(6),), s)
     of = draw.one(("scores", "products"))
