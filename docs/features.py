@@ -140,6 +140,8 @@ def cached(
 DOCUMENTS = CAUSAL & masks.documents(numbers(SEQUENCES, TOKENS))
 ENDS = numbers(SEQUENCES, TOKENS)
 TREE = masks.until(ENDS, ENDS) & sliding(256)
+LISTS = numbers(SEQUENCES, TOKENS, KV_HEADS, 4)
+SELECTED = (CAUSAL & masks.selected(LISTS, 64), CAUSAL & masks.selected(LISTS[:, :, :1]))
 EVERY_SECOND = CAUSAL & mask_mod(lambda b, h, i, j: (i - j) % 2 == 0)
 READS_TENSOR = Score(function=scores.distance_bias(meta(HEADS, 256)))
 SUMS = Score(function=score_mod(lambda score, b, h, i, j: score - 0.1 * (i - j)))
@@ -170,6 +172,7 @@ ON_TENSORS = (
     dense(
         "trees of sequences, with a window and ALiBi", given=(TREE,), score=Score(alibi_slopes=meta(HEADS))
     ),
+    dense("keys or blocks that lists select, by `masks.selected`", given=SELECTED),
     dense("mask functions, more than 128 channels", given=(DOCUMENTS,), widths=(EXPANDED, (256, 256))),
     dense("mask functions, fp8", given=(DOCUMENTS,), dtypes=(E4M3,)),
     dense("score functions of sums and products, more than 64 channels", score=SUMS),
@@ -219,6 +222,11 @@ OVER_CACHES = (
     cached("ALiBi, sinks", PAGES, score=Score(alibi_slopes=meta(HEADS), sinks=meta(HEADS))),
     cached("mask functions", PAGES, mask=EVERY_SECOND),
     cached("score functions", PAGES, score=READS_TENSOR),
+    cached(
+        "keys or blocks that lists select",
+        PAGES,
+        mask=CAUSAL & masks.selected(numbers(CACHED_SEQUENCES, 1, KV_HEADS, 16), 64),
+    ),
     cached("`batch_invariant=True`", PAGES, batch_invariant=True),
     cached("gradients", PAGES, passes=(BACKWARD,)),
 )

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, PieceGradients, Score
+from ..call.selection import selection_of
 from ..call.spec import AttentionSpec
 from ..call.statistic import Statistic
 from ..fp8 import E4M3, per_token, quantized
 from ..internal.philox import dropout_keep
 from ..kv import KVView
 from ..masks.band import AnyMask, Mask
+from ..masks.selection import ShownBlocks
 from ..reference import attend
 from .operators import result_dtype, wide
 
@@ -245,6 +247,9 @@ def _options(n: int, q: Tensor, k: Tensor, start: int, end: int, call: Call) -> 
     heads = torch.arange(head, head + h, device=q.device)
     own, first = torch.tensor(sequence + n, device=q.device), torch.tensor(query + t - s, device=q.device)
     visible = _visible(call.mask, own, heads, i, j, first) & (stored >= start) & (stored < end)
+    if (selection := selection_of(call.mask)) is not None:
+        lists = selection._replace(indices=_rows(selection.indices, n, s, call)[None])
+        visible = visible & ShownBlocks.of(lists, key, key + t).keys(j, h)[0].expand(h, s, t)
     bias = weight = change = None
     if function is not None:
 
@@ -267,7 +272,16 @@ def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, firs
     """
     if isinstance(mask, Mask):
         return mask.visible(i, j)
+    mask = mask.with_lists(None)
     return mask.visible(b, heads[:, None, None], i, j, first).expand(len(heads), len(i), len(j))
+
+
+def _rows(x: Tensor, n: int, s: int, call: Call) -> Tensor:
+    """Return the rows of the ``s`` queries of sequence ``n``, from ``x`` ``[b, s, ...]`` or packed."""
+    if call.q.dim() == 4:
+        return x[n]
+    offsets = call.packing.cu_seqlens_q if call.kv is None else call.kv.cu_seqlens_q
+    return x.narrow(0, int(offsets[n]), s)
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """FLOPs of attention for torch's FlopCounterMode, counted as torch counts them for its own attention.
 
-Every pair of a query and a key of its sequence counts, even if the mask hides it. The lengths of sequences
-are read from tensors, unless these are fake (have no values).
+Every pair of a query and a key of its sequence counts, even if the mask hides it. If lists select keys, a
+query counts as many keys as its list has room for, at most all. The lengths of sequences are read from
+tensors, unless these are fake (have no values).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..internal.checks import INT32
 from .operators import Arguments, CachedArguments, statistic_of
 
 BACKENDS = ("torch", "triton", "triton_generic")  # the backends that register operators
@@ -40,9 +42,15 @@ def _pairs(a: Arguments) -> int:
 
     If the offsets of packed sequences are fake (have no values), every sequence counts as the longest.
     """
+    most = _most_selected(a)
     if a.cu_seqlens_q is None or _is_fake(a.cu_seqlens_q):
-        return prod(a.q.shape[:-2]) * (a.k.shape[-3] if a.max_seqlen_k is None else a.max_seqlen_k)
-    return int((a.cu_seqlens_q.diff().long() * a.cu_seqlens_k.diff()).sum())
+        return prod(a.q.shape[:-2]) * min(most, a.k.shape[-3] if a.max_seqlen_k is None else a.max_seqlen_k)
+    return int((a.cu_seqlens_q.diff().long() * a.cu_seqlens_k.diff().clamp(max=most)).sum())
+
+
+def _most_selected(a: Arguments | CachedArguments) -> int:
+    """Return the most keys that a list can select for a query; without lists, more than there are keys."""
+    return INT32 if a.selected is None else min(INT32, a.selected.shape[-1] * a.block_size)
 
 
 def _cached_pairs(a: CachedArguments) -> int:
@@ -51,9 +59,9 @@ def _cached_pairs(a: CachedArguments) -> int:
     If the lengths are fake (have no values), every sequence counts as filling its row of the page table.
     """
     if _is_fake(a.lengths):
-        return prod(a.q.shape[:-2]) * a.table.shape[1] * a.k.shape[1]
+        return prod(a.q.shape[:-2]) * min(_most_selected(a), a.table.shape[1] * a.k.shape[1])
     queries = a.q.shape[1] if a.cu_seqlens_q is None else a.cu_seqlens_q.diff()
-    return int(((a.lengths - a.starts).long().clamp(min=0) * queries).sum())
+    return int(((a.lengths - a.starts).long().clamp(min=0, max=_most_selected(a)) * queries).sum())
 
 
 def _is_fake(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..call.call import Call, Score
 from ..call.functions import Functions
+from ..call.selection import selection_of
 from ..call.statistic import Statistic
 from ..fp8 import E4M3, Fp8Inputs, quantized
 from ..internal.watched import is_transforming
@@ -29,7 +30,8 @@ class Arguments(NamedTuple):
 
     ``captured`` holds the tensors that the mask and score functions read, with those of the mask function
     first. ``mask_tiles`` classifies tiles as hidden, partial or full, or bounds the tokens of a tree, if that
-    is already known. ``mask_tree`` describes the tree of a mask that hides nothing else, as
+    is already known. ``selected`` has lists of blocks of ``block_size`` keys; it is None, and the size 0, if
+    the mask selects none. ``mask_tree`` describes the tree of a mask that hides nothing else, as
     :meth:`~attnlib.masks.function.TreeTensors.written` writes it.
     """
 
@@ -48,10 +50,12 @@ class Arguments(NamedTuple):
     k_descale: Tensor | None
     v_descale: Tensor | None
     mask_tiles: Tensor | None
+    selected: Tensor | None
     captured: list[Tensor] | None
     left: int | None
     right: int | None
     prefix: int
+    block_size: int
     scale: float
     softcap: float | None
     dropout_p: float
@@ -85,10 +89,12 @@ class CachedArguments(NamedTuple):
     sinks: Tensor | None
     origin: Tensor | None
     q_descale: Tensor | None
+    selected: Tensor | None
     captured: list[Tensor] | None
     left: int | None
     right: int | None
     prefix: int
+    block_size: int
     scale: float
     softcap: float | None
     split_size: int
@@ -141,10 +147,12 @@ def flat(call: Call) -> Arguments:
     tiles, tree = (call.functions.mask_tiles if whole else None), None
     if tiles is None and origin is None and call.functions is not None and call.functions.tree is not None:
         tree = call.functions.tree.written()
-    numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
+    selected, block_size = selection_of(call.mask) or (None, 0)
+    band = mask.left, mask.right, mask.prefix, block_size
+    numbers = *band, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed,
-        origin, q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, tree,
+        origin, q_descale, k_descale, v_descale, tiles, selected, captured, *numbers, *programs, tree,
         call.compute_dtype == E4M3, _learns(call),
     )  # fmt: skip
 
@@ -156,10 +164,12 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     q = call.q.contiguous() if call.spec.strided else call.q
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     q_descale = None if call.descales is None else call.descales.q_descale
+    selected, block_size = selection_of(call.mask) or (None, 0)
+    band = mask.left, mask.right, mask.prefix, block_size
     return CachedArguments(
         q, kv.k, v, kv.k_rope, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q,
         schedule, score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale,
-        captured, mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size, *programs,
+        selected, captured, *band, score.scale, score.softcap, kv.split_size, *programs,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ..masks.band import AnyMask, Mask
 from ..masks.function import GRAIN, MaskFunction
 from ..scores import Score
 from .functions import Functions, check_functions, functions_of
+from .selection import check_selection, selection_of
 from .spec import AttentionSpec, describe
 from .trees import over_tree
 
@@ -119,6 +120,8 @@ class Call(NamedTuple):
         """The optional tensor arguments of the call that are not None, by name."""
         packing, seed, descales, functions = self.packing, self.dropout.seed, self.descales, self.functions
         found = self.score.tensors if functions is None else self.score.tensors | functions.named
+        if (selection := selection_of(self.mask)) is not None:
+            found = found | {"indices": selection.indices}
         if packing is descales is self.key_starts is self.key_ends is seed is None:
             return found
         found |= {"key_starts": self.key_starts, "key_ends": self.key_ends, "dropout_seed": seed}
@@ -178,7 +181,8 @@ def checked(call: Call) -> Call:
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and what was expected.
-        NotImplementedError: a tree is combined with dropout or a cache.
+        NotImplementedError: a tree is combined with dropout or a cache, or selected keys with a
+            batch-invariant cache.
     """
     if call.kv is None:
         sizes = bound(call)
@@ -247,6 +251,7 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
     if packing is not None:
         _check_packing(packing)
         sizes = {**sizes, "b": packing.cu_seqlens_q.shape[0] - 1}
+    check_selection(call, sizes)
     if call.descales is not None or call.q.dtype == E4M3:
         check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
     if (functions := call.functions) is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..internal.checks import are_checks_on
 from ..kv import KVView
 from ..masks.band import AnyMask
-from ..masks.function import MaskFunction, TreeTensors
+from ..masks.function import EVERYWHERE, MaskFunction, TreeTensors
 from ..scores import ScoreFunction
 from ..tracing.program import Program, constant_indices
 
@@ -64,6 +64,8 @@ class Functions(NamedTuple):
 def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None:
     """Return the functions of a call, or None if it has neither a mask function nor a score function."""
     by_mask, by_score = type(mask) is MaskFunction, type(score) is ScoreFunction
+    # Lists of selected keys are no function.
+    by_mask = by_mask and (mask.selection is None or mask.program != EVERYWHERE)
     if not (by_mask or by_score):
         return None
     of_mask = (mask.program, mask.tensors) if by_mask else (None, ())

@@ -12,6 +12,7 @@ from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import Mask, refuse_mask
 from ..masks.function import MaskFunction
 from .functions import Programs
+from .selection import SelectedLists, lists_of
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = (
@@ -34,6 +35,7 @@ class AttentionSpec(NamedTuple):
         compute_dtype: the dtype that the forward rounds q, k and v to, or None for their own.
         statistic: the kind of a :class:`~attnlib.call.statistic.Statistic` that is computed instead of the
             output; empty for attention.
+        selected: the lists of keys that the mask selects for each query, or None.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class AttentionSpec(NamedTuple):
     functions: Programs | None = None
     compute_dtype: torch.dtype | None = None
     statistic: str = ""
+    selected: SelectedLists | None = None
 
     @property
     def without_backward(self) -> list[str]:
@@ -126,6 +129,8 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         device_type == "cpu" and is_interpreted(),
         None if functions is None else functions.programs,
         call.compute_dtype,
+        "",
+        lists_of(mask),
     )
 
 

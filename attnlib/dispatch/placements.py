@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Dropout, bound
+from ..call.selection import check_selection, selection_of
 from ..fp8 import Descales
 from ..masks.function import MaskFunction
 from ..scores import ScoreFunction
@@ -179,12 +180,17 @@ def local_call(
 
     q, k, v = map(of, (call.q, call.k, call.v), _letters(call))
     call.check_functions(sharing.sizes | {"b": call.sequences})
+    check_selection(call, sharing.sizes)
     score, mask, dims = call.score, call.mask, call.score.dims
     score = score._replace(**{name: of(x, dims[name]) for name, x in score.tensors.items()})
     if type(score.function) is ScoreFunction:
         score = score._replace(function=score.function.reading([*map(of, score.function.tensors)]))
     if type(mask) is MaskFunction:
         mask = mask.reading([*map(of, mask.tensors)])
+    if (selection := selection_of(mask)) is not None:
+        sizes, lists = sharing.sizes, selection.indices
+        letter = {sizes["h"]: "h", sizes["g"]: "g", 1: "1"}[lists.shape[-2]]
+        mask = mask.with_lists(of(lists, _letters(call)[0][:-2] + letter + "n"))
     packing, descales = call.packing, call.descales
     if packing is not None:
         packing = packing._replace(

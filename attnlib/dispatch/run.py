@@ -115,6 +115,8 @@ def packed_by_documents(call: Call) -> Call | None:
     mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
     if sections is None or not score.is_alike or call.dropout.p or call.origin is not NO_ORIGIN:
         return None
+    if mask.selection is not None:  # its entries count keys of the row
+        return None
     others = (call.kv, call.packing, call.key_starts, call.key_ends, call.descales, call.compute_dtype)
     is_plain = mask.band.without_prefix() == mask.band and all(x is None for x in others)
     if not is_plain or not call.q.shape[:2] == call.k.shape[:2] == (1, mask.tensors[0].shape[1]):

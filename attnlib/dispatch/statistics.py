@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call.call import Call, Origin, Packing, checked
 from ..call.score_options import with_score_options
+from ..call.selection import selection_of
 from ..call.statistic import Statistic, checked_statistic, first_column
 from ..internal.checks import are_checks_on
 from ..internal.watched import have_tangents
@@ -103,7 +104,10 @@ def _over_view(call: Call, statistic: Statistic, name: str | ExplainOnly | None)
         statistic = _packed(statistic, b, q.shape[1])
     packing = Packing(cu_seqlens_q, keys.offsets, None, keys.longest)
     k, origin = keys.k, Origin(keys.starts, keys.starts)
-    packed = Call(q.flatten(0, -3), call.mask, call.score, k, first_column(k), packing=packing, origin=origin)
+    mask = call.mask
+    if (selection := selection_of(mask)) is not None:
+        mask = mask.with_lists(selection.indices.flatten(0, -3))
+    packed = Call(q.flatten(0, -3), mask, call.score, k, first_column(k), packing=packing, origin=origin)
     result = compute(packed, statistic, name)
     if statistic.kind == "mass":
         mass = result.new_zeros(h, b, keys.longest)

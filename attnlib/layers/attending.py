@@ -94,10 +94,10 @@ def attention_call(layer: nn.Module, score: Score, given: Inputs, heads: int, sh
             mask = mask.reading(mask.tensors).of_part()  # drop tiles, which cover all heads
         if by_score:
             function = function.of_part()  # its tensors cover the heads of all ranks
-    score = share.local_score(score)
+    kv_heads = getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent
+    mask, score = share.local_mask(mask, kv_heads), share.local_score(score)
     score = score if function is None else score._replace(function=function)
-    sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # MLA has one KV head, the latent
-    backend = runner_of(layer, share)
+    sizes, backend = (layer.num_heads, kv_heads), runner_of(layer, share)
     return AttentionCall(mask, score, head, dropout_p, backend, layer.context_parallel, share, *sizes)
 
 

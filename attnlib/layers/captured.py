@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ..call.selection import refuse_selection
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
 from ..scores import ScoreFunction
@@ -60,9 +61,13 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
 
     Raises:
         ValueError: the number of heads in a tensor differs from the layer's.
+        NotImplementedError: the mask selects keys by lists.
     """
     if isinstance(mask, Mask):
         return None
+    refuse_selection(
+        mask, "in the constructor of a layer", "its lists belong to one call; pass it to the layer as mask="
+    )
     mask.check({"h": num_heads})
     return CapturedTensors(mask, [f"t{n}" for n in range(len(mask.tensors))])
 

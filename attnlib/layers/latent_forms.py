@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
 from ..call.call import Call, Origin, Packing, Score
+from ..call.selection import refuse_selection
 from ..dispatch.run import attend
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
@@ -259,6 +260,9 @@ def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
         raise NotImplementedError(
             "batch_invariant: expected the absorbed form over a batch-invariant cache, got the expanded one"
         )
+    refuse_selection(
+        mask, "in the expanded form over a cache", "use form='auto' and a plain nn.Linear as kv_b_proj"
+    )
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
         step = "[t, h, d]" if packed else f"[b={b}, s, h, d]"

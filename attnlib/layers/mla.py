@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..cache.sequences import Prompt
+from ..call.selection import selection_of
 from ..gate import Gate
 from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
@@ -291,9 +292,10 @@ class MultiHeadLatentAttention(InspectedLayer):
         """Attend over all tokens in the view of a cache step, in the cheaper form."""
         attention.check(q_nope, view)  # calls on chunks of the view would skip this check
         attend, step = partial(self._attend_stored, attention=attention), view.step
-        # The absorbed form is required for results that do not depend on the batch (split_size), and if other
-        # ranks store some of the latents.
-        if step is None or not step.prefill or view.split_size or view.is_partial:
+        # The absorbed form is required for results that do not depend on the batch (split_size), if other
+        # ranks store some of the latents, and for lists, which would have to be split like the keys.
+        is_whole = view.split_size or view.is_partial or selection_of(attention.mask) is not None
+        if step is None or not step.prefill or is_whole:
             return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
         if prompts := self._expanded_prompts(step, view, q_nope.shape[-2]):
             return attend_mixed(attend, q_nope, q_rope, view, prompts)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..call.selection import selection_of
 from ..internal.meshes import check_mesh
+from ..masks.band import AnyMask
 from ..scores import Score
 
 if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
@@ -66,6 +68,21 @@ class Share(NamedTuple):
         if not self.shares:
             return score
         return score._replace(**{name: self._local(x) for name, x in score.tensors.items()})
+
+    def local_mask(self, mask: AnyMask, kv_heads: int) -> AnyMask:
+        """Return a mask whose lists of selected keys are those of this rank's heads.
+
+        The given lists are those of all query heads or all ``kv_heads``, or one list that all heads share.
+        """
+        selection = selection_of(mask)
+        if not self.shares or selection is None or selection.indices.shape[-2] == 1:
+            return mask
+        lists = selection.indices.shape[-2]
+        if lists not in (self.total, kv_heads):
+            expected = f"1, {kv_heads} or {self.total} lists, those of the heads of all ranks"
+            raise ValueError(f"indices: expected {expected}, got {lists}")
+        first, count = (self.first, self.count) if lists == self.total else self.kv_heads(kv_heads)
+        return mask.with_lists(selection.indices.narrow(-2, first, count))
 
     def _local(self, x: Tensor) -> Tensor:
         """Return this rank's part of x ``[h]``, which has a value for each local head, or for every head."""

@@ -2,7 +2,7 @@
 
 ``band.py`` holds the masks that kernels compute from three integers. ``function.py`` combines a band with a
 function of token indices, in which ``recognition.py`` finds bands. ``trees.py`` has the mask of a tree of
-sequences. Add new masks to ``ready_made.py``.
+sequences, and ``selection.py`` that of lists of keys. Add new masks to ``ready_made.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from .ready_made import (
     tree,
 )
 from .recognition import mask_mod as mask_mod
+from .selection import selected
 from .trees import until
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "head_windows",
     "mask_tensor",
     "prefix_lm",
+    "selected",
     "seqused",
     "tree",
     "until",

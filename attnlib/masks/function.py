@@ -65,6 +65,16 @@ class TreeTensors(NamedTuple):
         return cls(*(known[x] if x in known else int(x) for x in text.split()))
 
 
+class Selection(NamedTuple):
+    """The lists of a mask from :func:`attnlib.masks.selected`: ``indices`` are numbers of blocks of keys.
+
+    They are int32 ``[b, s, c, n]``, or packed ``[t, c, n]``. A block has ``block_size`` keys.
+    """
+
+    indices: Tensor
+    block_size: int
+
+
 class Band(Protocol):
     """The methods that a MaskFunction calls on its band; :class:`attnlib.Mask` implements them."""
 
@@ -96,6 +106,7 @@ class MaskFunction:
             function only separates documents; otherwise None.
         dims: the letters of each tensor's dimensions, as in ``checks.check_dims``; "" if undocumented.
         tree: the tensors that describe a tree, if the mask was made from :func:`attnlib.masks.until`.
+        selection: the lists of keys from :func:`attnlib.masks.selected`, which hide all other keys.
     """
 
     band: Band
@@ -109,11 +120,16 @@ class MaskFunction:
     sections: Tensor | None = field(default=None, repr=False)
     dims: tuple[Sequence[str], ...] = field(default=(), repr=False)
     tree: TreeTensors | None = field(default=None, repr=False)
+    selection: Selection | None = field(default=None, repr=False)
 
     @property
     def spelled(self) -> str:
-        """A short description for messages: the band, and a note that a function restricts it."""
-        return f"{self.band.spelled} & a {'function' if self.tree is None else 'tree'}"
+        """A short description for messages: the band, and a note that a function or lists restrict it."""
+        parts = [self.band.spelled]
+        if self.selection is None or self.program != EVERYWHERE:
+            parts.append("a function" if self.tree is None else "a tree")
+        parts += [] if self.selection is None else [f"selected(block_size={self.selection.block_size})"]
+        return " & ".join(parts)
 
     @property
     def kept(self) -> RetainedKeys:
@@ -125,7 +141,15 @@ class MaskFunction:
 
         This is the definition of the mask. The arguments are integer tensors that broadcast; ``first`` is the
         storage index of the first query of each sequence.
+
+        Raises:
+            NotImplementedError: the mask holds lists, which are numbered by KV heads or by query heads.
         """
+        if self.selection is not None:
+            raise NotImplementedError(
+                "mask: expected no lists of masks.selected(), whose heads are known only in a call; use "
+                "mask.with_lists(None).visible(...)"
+            )
         return self.band.visible(i, j) & self.definition(b, h, i, j, first)
 
     def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
@@ -138,6 +162,11 @@ class MaskFunction:
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """Return the mask with other tensors of the same dtypes and dimension counts, and without tiles."""
         return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
+
+    def with_lists(self, indices: Tensor | None) -> "MaskFunction":
+        """Return the mask with other lists of selected keys, or with None, without any."""
+        selection = None if indices is None else self.selection._replace(indices=indices)
+        return replace(self, selection=selection)
 
     def of_part(self) -> "MaskFunction":
         """Return the mask for a call on a part of the heads or tokens; tensor sizes are no longer checked."""
@@ -180,6 +209,9 @@ class MaskFunction:
     def __and__(self, other: object) -> "Band | MaskFunction":
         if (other := _function(other)) is None:
             return NotImplemented
+        if (selection := _selection_of_both(self, other)) is not None:
+            rest = self.with_lists(None) & other.with_lists(None)
+            return replace(rest.as_function(), selection=selection)
         if self.tree is not None or other.tree is not None:
             both = _within_tree(self, other) if other.tree is None else _within_tree(other, self)
         elif (band := self.band.meet(other.band)) is not None:
@@ -198,11 +230,11 @@ class MaskFunction:
     def __or__(self, other: object) -> "Band | MaskFunction":
         if (other := _function(other)) is None:
             return NotImplemented
-        _refuse_tree("|", self, other)
+        _refuse_to_combine("|", self, other)
         return _joined("logical_or", _all_of(self), _all_of(other), self.band.hull(other.band))
 
     def __invert__(self) -> "Band | MaskFunction":
-        _refuse_tree("~", self)
+        _refuse_to_combine("~", self)
         own = _all_of(self)
         program = combined(
             "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
@@ -332,7 +364,27 @@ def positions_missing(counts: str) -> str:
     )
 
 
-def _refuse_tree(operation: str, *both: MaskFunction) -> None:
+def _selection_of_both(x: MaskFunction, y: MaskFunction) -> Selection | None:
+    """Return the lists of two masks, of which only one may have any.
+
+    Raises:
+        NotImplementedError: both masks have lists.
+    """
+    found = {id(z.selection): z.selection for z in (x, y) if z.selection is not None}
+    if len(found) > 1:
+        raise NotImplementedError(
+            "mask: expected lists of one masks.selected(), got those of two calls; keep the entries that "
+            "both have in one list"
+        )
+    return next(iter(found.values()), None)
+
+
+def _refuse_to_combine(operation: str, *both: MaskFunction) -> None:
+    if any(x.selection is not None for x in both):
+        raise NotImplementedError(
+            f"mask: expected & to combine masks.selected() with another mask, got {operation}; add blocks to "
+            "its lists, or merge_states of two calls that share no key"
+        )
     if any(x.tree is not None for x in both):
         raise NotImplementedError(
             f"mask: expected & to combine a tree with another mask, got {operation}; its distances would be "

@@ -160,8 +160,9 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
 
     ``indices`` int ``[b, h, query blocks, n]`` lists up to ``n`` key blocks per query block, padded with -1;
     ``h`` may be 1. Blocks have ``block_size`` tokens. Query blocks start at the call's first row, key blocks
-    at key 0, and ``keys`` is the number of keys. Native sparse attention (Yuan et al., 2025, arXiv
-    2502.11089) and MoBA (Lu et al., 2025, arXiv 2502.13189) select keys in this way.
+    at key 0, and ``keys`` is the number of keys. All queries of a block see the same blocks of keys, as in
+    FlexAttention's ``BlockMask``. :func:`selected` lists blocks for every query, as Native Sparse Attention
+    and MoBA do.
 
     Dense calls raise ValueError unless the blocks cover exactly their queries and keys. A number that is no
     block raises one only with ``ATTNLIB_CHECK=1``; otherwise it shows nothing.

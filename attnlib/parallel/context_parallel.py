@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call.call import Call
 from ..call.score_options import with_score_options
+from ..call.selection import refuse_selection
 from ..call.trees import over_tree
 from ..dispatch.run import ExplainOnly, Runner
 from ..internal.meshes import check_mesh
@@ -98,7 +99,10 @@ def _validated(call: Call, tokens: int) -> Call:
 
 
 def _check(call: Call, sharing: Sharing, source: KeyValueSource) -> None:
-    """Raise ValueError if the tensors are not shards of one sequence."""
+    """Raise an error if the tensors are not shards of one sequence, or the mask selects keys by lists."""
+    refuse_selection(
+        call.mask, "with context parallelism", "gather the sequence on each rank, or shard heads or sequences"
+    )
     tokens, dim = call.q.shape[-3], call.q.dim() - 3
     for name, x in zip("kv", source.tensors, strict=False):
         if x.shape[dim] != tokens:

@@ -17,6 +17,7 @@ from attnlib import (
     KVLayout,
     attention,
     cached_attention,
+    masks,
     sliding,
     varlen_attention,
 )
@@ -66,6 +67,36 @@ def test_flops_of_a_packed_call_are_those_of_its_sequences():
     assert flops(lambda: call(cu_seqlens_k=of_k)) == tuple(map(sum, zip(*apart, strict=True)))
     square = flops(lambda: attention(q[None, :2], k[None, :2], v[None, :2], mask=CAUSAL)), apart[2]
     assert flops(lambda: call(cu_seqlens_k=of_q)) == tuple(map(sum, zip(*square, strict=True)))
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_flops_of_selected_keys_are_those_of_full_lists(n):
+    """Blocks of 2 keys: a list has room for 4 keys, or for more than there are."""
+    q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
+    indices = torch.full((9, 2, n), -1, dtype=torch.int32)
+
+    def some(t):
+        return flops(lambda: attention(q[None], k[None, :t], v[None, :t], mask=CAUSAL))
+
+    mask = CAUSAL & masks.selected(indices[None], 2)
+    assert flops(lambda: attention(q[None], k[None], v[None], mask=mask)) == some(min(9, 2 * n))
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+    call = partial(varlen_attention, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    found = flops(lambda: call(mask=CAUSAL & masks.selected(indices, 2)))
+    whole = flops(lambda: call(mask=CAUSAL))
+    pairs = 3 * 3 + 6 * min(6, 2 * n)
+    assert found == tuple(x * pairs // (3 * 3 + 6 * 6) for x in whole)
+
+
+@torch.no_grad()
+def test_flops_of_selected_keys_over_a_cache():
+    cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=16, page_size=4, max_sequences=2)
+    first, second = cache.admit(2)
+    with cache.step({first: 12, second: 3}) as (kv,):
+        view = kv.append(torch.randn(15, 2, 8), torch.randn(15, 2, 8))
+        mask = CAUSAL & masks.selected(torch.zeros(15, 1, 5, dtype=torch.int32))
+        found, _ = flops(lambda: cached_attention(torch.randn(15, 4, 8), view, mask=mask))
+    assert found == 2 * 4 * (12 * 5 + 3 * 3) * (8 + 8)
 
 
 @pytest.mark.parametrize(("longest", "keys"), [(None, 9), (4, 4)])

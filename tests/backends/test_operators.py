@@ -47,14 +47,14 @@ def forward_arguments(name: str) -> tuple:
     if name == "packed":
         q, k, v = q[0], k[0], v[0]
         offsets = torch.tensor([0, 2, 18], dtype=torch.int32)
-        numbers = (0, 0, 0.3, None, 0.0, 17, 17, None, None, None, False, False)
-        return (q, k, v, None, None, None, None, offsets, offsets, *(None,) * 8, *numbers)
+        numbers = (0, 0, 0, 0.3, None, 0.0, 17, 17, None, None, None, False, False)
+        return (q, k, v, None, None, None, None, offsets, offsets, *(None,) * 9, *numbers)
     if name != "everything":
         right = 0 if name == "causal" else None
-        return (q, k, v, *(None,) * 14, right, 0, 0.3, None, 0.0, *(None,) * 5, False, False)
+        return (q, k, v, *(None,) * 15, right, 0, 0, 0.3, None, 0.0, *(None,) * 5, False, False)
     bounds = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9, 6], dtype=torch.int32))
-    return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), *(None,) * 6,
-            5, 0, 0, 0.3, 2.0, 0.2, *(None,) * 5, False, False)  # fmt: skip
+    return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), *(None,) * 7,
+            5, 0, 0, 0, 0.3, 2.0, 0.2, *(None,) * 5, False, False)  # fmt: skip
 
 
 CASES = ["causal", "full", "one token", "everything", "packed"]

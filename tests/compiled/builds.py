@@ -17,6 +17,7 @@ MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
+SELECTED = ("list_blocks", "selected_forward")
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -45,6 +46,7 @@ class Build(NamedTuple):
     # of indices: documents and trees hide tiles, relative scores are learned but in Hopper's own kernels, and
     # the derivative of capped scores depends on the score
     function: str = ""
+    block: int = 0  # of keys that lists select, in keys
 
     def __str__(self) -> str:
         d, e = self.head
@@ -56,6 +58,7 @@ class Build(NamedTuple):
         plain += ["Hopper"] if self.hopper else []
         plain += ["in order"] if self.in_order else []
         plain += [self.function] if self.function else []
+        plain += [f"blocks of {self.block}"] if self.block else []
         words = [self.kernel, f"d{d}" if d == e else f"d{d}/{e}", self.dtype, self.mask]
         return f"{' '.join(words + plain)}{', ' if flags else ''}{' '.join(flags)}"
 
@@ -93,6 +96,7 @@ def entries() -> Iterator[Build]:
                 yield Build(kernel, 90, head, function=function)
     yield from quantize_entries()
     yield from statistic_entries()
+    yield from selected_entries()
     yield from tree_entries()
     yield from wide_entries()
     yield from hopper_entries()
@@ -123,6 +127,23 @@ def statistic_entries() -> Iterator[Build]:
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128))
             yield Build(kernel, arch, (576, 576))
+
+
+def selected_entries() -> Iterator[Build]:
+    """The tables' entries for keys that lists select, in blocks of a tile, in larger ones and one by one."""
+    for head in HEADS:
+        yield Build("selected_forward", 90, head, block=64)
+        yield Build("selected_forward", 90, head, block=1)
+        yield Build("selected_forward", 90, head, dtype="fp32", block=64)
+        yield Build("selected_forward", 86, head, block=64)
+    for kernel in SELECTED:
+        for block in (1, 32, 128):
+            yield Build(kernel, 90, (128, 128), block=block)
+        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=64)
+        for arch in OTHERS:
+            yield Build(kernel, arch, (128, 128), block=64)
+    yield Build("selected_forward", 90, (128, 128), softcap=True, slopes=True, sinks=True, block=64)
+    yield Build("selected_forward", 90, (128, 128), function="documents", block=64)
 
 
 def tree_entries() -> Iterator[Build]:

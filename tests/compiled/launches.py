@@ -31,7 +31,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import QUANTIZE, STATISTICS, Build
+from .builds import QUANTIZE, SELECTED, STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -81,7 +81,7 @@ def _dense(build: Build) -> Prepared:
     read, *programs = _function(build)
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
+        mask.left, mask.right, mask.prefix, build.block, scale, softcap, build.dropout, None, None, *programs,
         TREE if build.function == "tree" else None, False, not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
@@ -91,6 +91,8 @@ def _dense(build: Build) -> Prepared:
     )
     if build.kernel in STATISTICS:
         return _statistic(build, key, named)
+    if build.kernel in SELECTED:
+        return variants.forward(key).launches[SELECTED.index(build.kernel)], named
     if build.kernel in QUANTIZE:
         return getattr(quantize.plan(key), build.kernel.removeprefix("quantize_")), named | _rounded(named)
     if build.kernel == "bound_tiles":
@@ -162,6 +164,8 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         return torch.empty(shape, dtype=dtype, device="meta") if given else None
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
+    has_lists = build.block or build.function in ("documents", "tree")
+    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else KV_HEADS
     out = dense(QUERY_HEADS, e)
     rowwise = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
@@ -171,7 +175,8 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
-        "lists": numbers(4096, dtype=torch.int32, given=build.function in ("documents", "tree")),
+        "lists": numbers(4096, dtype=torch.int32, given=has_lists),
+        "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from leaving import leave
+from selected_cases import lists
 from torch import Tensor
 from torch.distributed import init_process_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -54,6 +55,11 @@ OPTIONS = {
     "trees": lambda b, h: {
         "mask": masks.until(ENDS.expand(b, -1), DEPTHS.expand(b, -1)) & sliding(3),
         "alibi_slopes": torch.rand(b, h),
+        "sinks": torch.randn(h),
+    },
+    "selected": lambda b, h: {"mask": CAUSAL & masks.selected(lists(b, 7, h, 3, 4), 2)},
+    "selected for KV heads": lambda b, h: {
+        "mask": CAUSAL & masks.selected(lists(b, 7, 2 if h == 4 else 1, 3, 4), 2),
         "sinks": torch.randn(h),
     },
     "dropout": lambda b, h: {"mask": CAUSAL, "dropout_p": 0.4, "dropout_seed": torch.tensor([7])},
@@ -154,7 +160,8 @@ def packed(mesh) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
-    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "mask": CAUSAL}
+    mask = CAUSAL & masks.selected(lists(1, 9, 2, 3, 4)[0], 2)
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "mask": mask}
     out, lse = varlen_attention_with_lse(q, k, v, **sizes)
     (out.square().sum() + lse.sum()).backward()
     shards = [distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
@@ -187,7 +194,7 @@ def recomputed(mesh) -> None:
     cu = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 9])
     packed = {"cu_seqlens_q": cu[0].int(), "cu_seqlens_k": cu[1].int(), "mask": CAUSAL}
     dims = [BATCH, HEADS][-mesh.ndim :], [Shard(1)] * mesh.ndim
-    for make in (OPTIONS["slopes of rows"], OPTIONS["functions"]):
+    for make in (OPTIONS["slopes of rows"], OPTIONS["functions"], OPTIONS["selected"]):
         options = make(b, h)
         asked = {"rows": torch.tensor([6, 0, -1]), "by_sequence": torch.randint(-1, 7, (b, 4)), "at": at}
         _, lse = attention_with_lse(q, k, k, **options)

@@ -8,16 +8,16 @@
 
 Fuzzing ------- A case is made from a seed: a dense call, a packed one, a mask and a score by random
 functions, or the life of a cache (admissions, steps of both kinds, steps that fail and are tried again,
-forks, truncations, releases and reads, with attention at each), or a call over trees of sequences, which is
-compared with their unshared copies. Attention by functions is compared with the
-functions, called in Python for each pair (``functions.py``). Other cases draw dtypes, heads, lengths from 0
-on, masks, options, memory layouts, backends, and which gradients are asked for and given, and put NaN where
-nothing may look. ``oracle.py`` says what is right, from docs/conventions.md alone, in fp64; ``judge.py``
-compares: errors are at most twice those of eager attention in the dtype under test (gradients': three times),
-and one rounding of every term that is added up; infinities and NaN are the same. Whatever fails is printed
-with the command that replays it, and ends the run with exit code 1. ``--verbose`` prints every command before
-it runs, for what takes the process with it. ``test_fuzzer.py`` runs a share of all this, and shows that it
-finds bugs that were planted.
+forks, truncations, releases and reads, with attention at each), a call over trees of sequences, which is
+compared with their unshared copies, or a call in which lists select keys. Attention by functions is compared
+with the functions, called in Python for each pair (``functions.py``). Other cases draw dtypes, heads, lengths
+from 0 on, masks, options, memory layouts, backends, and which gradients are asked for and given, and put NaN
+where nothing may look. ``oracle.py`` says what is right, from docs/conventions.md alone, in fp64;
+``judge.py`` compares: errors are at most twice those of eager attention in the dtype under test (gradients':
+three times), and one rounding of every term that is added up; infinities and NaN are the same. Whatever fails
+is printed with the command that replays it, and ends the run with exit code 1. ``--verbose`` prints every
+command before it runs, for what takes the process with it. ``test_fuzzer.py`` runs a share of all this, and
+shows that it finds bugs that were planted.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="where to start (default: anywhere)")
     parser.add_argument(
         "--kind",
-        choices=("dense", "varlen", "cached", "function", "tree"),
+        choices=("dense", "varlen", "cached", "function", "tree", "selected"),
         help="of the cases (default: all in turn)",
     )
     parser.add_argument("--device", choices=("cpu", "interpreter", "cuda"), default="cpu")

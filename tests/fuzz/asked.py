@@ -9,6 +9,7 @@ from .calls import Lengths
 from .draw import Draw
 from .judge import Mismatch, Question, Tensors, judge
 from .layers import Layer
+from .lists import Lists
 from .oracle import Rule, Sequence
 
 BACKENDS = {
@@ -33,10 +34,11 @@ class Asked:
             self.band, self.options = layer.usual(draw), {}
         if whole:
             self.band = {"left": layout.window and layout.window - 1, "right": None, "prefix": 0}
-        self.backend = draw.one(BACKENDS[draw.device])
+        self.backend, self.lists = draw.one(BACKENDS[draw.device]), None
 
     def __str__(self):
-        return f" {self.band} {sorted(self.options)} {self.backend}"
+        lists = "" if self.lists is None else f" {self.lists}"
+        return f" {self.band} {sorted(self.options)} {self.backend}{lists}"
 
     def check(self, view: KVView) -> None:
         """Run it over the view, and raise Mismatch unless all is as the oracle says."""
@@ -47,6 +49,10 @@ class Asked:
         q = draw.arranged(q, draw.how())
         terms = {name: draw.strided(x) for name, x in self.options.items() if isinstance(x, Tensor)}
         arguments = {**self.options, **terms, "mask": Mask(**self.band), "backend": self.backend}
+        if not view.split_size and draw.maybe(0.15):
+            heads = self.layer.layout.heads, self.heads
+            self.lists = Lists.drawn(draw, lengths.shape(0), heads, max(lengths.keys))
+            arguments["mask"] &= self.lists.mask(draw)
         told = explain(cached_attention, q, view, **arguments)
         if told.chosen is None:
             try:
@@ -93,5 +99,9 @@ class Asked:
             )
             q, k, v = self.lengths.rows(tensors["q"], 0, n), k.to(read).to(wide), v.to(read).to(wide)
             mine = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
-            sequences.append(Sequence(q, k, v, mine, tensors.get("sinks"), self.padding[name]))
+            chosen = None
+            if self.lists is not None:
+                chosen = self.lists.chosen(self.lengths.rows(self.lists.indices, 0, n), self.heads, len(k))
+            rest = tensors.get("sinks"), self.padding[name]
+            sequences.append(Sequence(q, k, v, mine, *rest, chosen=chosen))
         return sequences

@@ -14,6 +14,7 @@ from .drawn import dense, varlen
 from .functions import function
 from .judge import Mismatch
 from .lives import Life
+from .selected import selected
 from .trees import tree
 
 KINDS: dict[str, Callable] = {
@@ -22,6 +23,7 @@ KINDS: dict[str, Callable] = {
     "cached": Life,
     "function": function,
     "tree": tree,
+    "selected": selected,
 }
 
 

@@ -132,7 +132,7 @@ def _poison(call: Call, tensors: dict[str, Tensor]) -> None:
         call.poison.append("hidden")
         for x in sequences:
             visible, bad = (
-                x.visible(call.question(tensors).rule),
+                x.visible(call.question(tensors).rule)[0],
                 draw.one((torch.nan, torch.inf, -torch.inf)),
             )
             x.k[~visible.any(0)], x.v[~visible.any(0)], x.q[~visible.any(1)] = bad, bad, bad

@@ -28,7 +28,7 @@ class Sequence:
     e]``.
 
     ``slopes`` and ``sinks`` are ``[h]``; keys outside ``[start, end)`` are hidden; ``number`` is its place in
-    the call.
+    the call. ``chosen`` is a bool ``[h, s, t]``, False for what is hidden too.
     """
 
     q: Tensor
@@ -39,6 +39,7 @@ class Sequence:
     start: int = 0
     end: int | None = None
     number: int = 0
+    chosen: Tensor | None = None
 
     @property
     def kv_heads(self) -> list[int]:
@@ -47,7 +48,7 @@ class Sequence:
         return [head // (h // g) for head in range(h)]
 
     def visible(self, rule: Rule) -> Tensor:
-        """Which keys each query sees, bool ``[s, t]``."""
+        """Which keys each query sees, bool ``[h, s, t]``, or ``[1, s, t]`` if all heads see the same."""
         s, t = len(self.q), len(self.k)
         i, j = torch.arange(s)[:, None] + (t - s), torch.arange(t)[None, :]
         seen = torch.ones(s, t, dtype=torch.bool)
@@ -56,15 +57,16 @@ class Sequence:
         if rule.right is not None:
             seen &= j - i <= rule.right
         seen |= j < rule.prefix
-        return seen & (j >= self.start) & (j < (t if self.end is None else self.end))
+        seen &= (j >= self.start) & (j < (t if self.end is None else self.end))
+        return seen[None] if self.chosen is None else seen & self.chosen
 
     def unsure(self, rule: Rule) -> Tensor:
         """Whose results may be NaN, bool ``[h]``: a key or a query of this KV head is not finite.
 
         A mask may hide it from others of the sequence, and they may multiply it by zero. What lies outside
-        the bounds, and a query that sees nothing, does not count.
+        the bounds, and a query to which the band shows nothing, does not count.
         """
-        t, rows = len(self.k), self.visible(rule).any(1)
+        t, rows = len(self.k), replace(self, chosen=None).visible(rule)[0].any(1)
         inside = slice(max(0, self.start), max(0, t if self.end is None else self.end))
         if not rows.any():
             return torch.zeros(self.q.shape[1], dtype=torch.bool)
@@ -114,12 +116,14 @@ def _seen(x: Sequence, rule: Rule, stored: torch.dtype) -> tuple[Tensor, Tensor,
     Gradients of the heads of a group are added up as ``stored``.
     """
     heads, visible = x.kv_heads, x.visible(rule)
-    q = torch.where(visible.any(1)[:, None, None], x.q, 0)
-    used = visible.any(0)[:, None, None]  # what no query sees may hold anything
-    k, v = (torch.where(used, y, 0).to(stored)[:, heads].to(y.dtype) for y in (x.k, x.v))
+    q = torch.where(visible.any(2).T[..., None], x.q, 0)
+    used = visible.any(1).T[..., None]  # what no query sees may hold anything
+    k, v = (torch.where(used, y.to(stored)[:, heads].to(y.dtype), 0) for y in (x.k, x.v))
     if k.isfinite().all() and v.isfinite().all() and q.isfinite().all():
         return q, k, v, "th"
-    pairs = visible[..., None, None]  # what some queries see and others do not: each gets keys of its own
+    pairs = visible.permute(1, 2, 0)[
+        ..., None
+    ]  # what some queries see and others do not: each gets keys of its own
     return q, torch.where(pairs, k, 0), torch.where(pairs, v, 0), "sth"
 
 
@@ -152,6 +156,16 @@ def _softmax(x: Sequence, rule: Rule, logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.masked_fill(nothing[..., None], 0)
     lse = torch.logsumexp(logits, -1).masked_fill(nothing, -torch.inf)
     return torch.softmax(logits, -1).masked_fill(nothing[..., None], 0), lse
+
+
+def chosen(lists: Tensor, block_size: int, heads: int, keys: int) -> Tensor:
+    """Bool ``[h, s, t]``, True where lists ``[s, c, n]`` name the block of a key."""
+    s, c, _ = lists.shape
+    found = torch.zeros(c, s, keys, dtype=torch.bool)
+    for query, head, entry in (lists >= 0).nonzero().tolist():
+        block = int(lists[query, head, entry])
+        found[head, query, block * block_size : (block + 1) * block_size] = True
+    return found.repeat_interleave(heads // c, 0)
 
 
 def magnitudes(x: Sequence, rule: Rule, dout: Tensor, dlse: Tensor) -> tuple[dict[str, Tensor], float]:

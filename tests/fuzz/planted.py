@@ -13,6 +13,7 @@ from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
 from attnlib.call import trees
 from attnlib.masks import function
+from attnlib.masks.selection import ShownBlocks
 from attnlib.scores import Score, ScoreFunction
 from attnlib.tracing import evaluation, program, trace
 
@@ -161,6 +162,18 @@ def with_its_function(getstate: Callable) -> Callable:
     return lambda mask: getstate(mask) | {"versions": lambda: None}
 
 
+def one_list(keys: Callable) -> Callable:
+    """All heads see what the first list shows."""
+    return lambda x, j, heads: keys(x._replace(shown=x.shown[:, :1]), j, heads)
+
+
+def lists_of_the_first_queries(shown_to: Callable) -> Callable:
+    def changed(batch, sequences, queries, *keys):
+        return shown_to(batch, sequences, slice(0, queries.stop - queries.start), *keys)
+
+    return changed
+
+
 def first_argument(original: Callable) -> Callable:
     """A program stays as it is."""
     return lambda program, *arguments: program
@@ -193,5 +206,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "a mask that cannot be pickled": ("function", 25, MaskFunction, "__getstate__", with_its_function),
     "a window of a tree that counts rows": ("tree", 40, function, "by_depth", first_argument),
     "packed trees without offsets": ("tree", 40, trees, "rebased", first_argument),
+    "one list for all heads": ("selected", 20, ShownBlocks, "keys", one_list),
+    "lists of the first queries": ("selected", 60, tiles, "shown_to", lists_of_the_first_queries),
     "int8 rounded down": ("cached", 20, _torch, "quantise", rounded_down),
 }

@@ -1,11 +1,12 @@
 """Recomputed probabilities and largest scores of a drawn call, judged by the oracle's scores."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlib import attention_maxima, attention_weights
+from attnlib import attention_maxima, attention_weights, explain
 
 from .draw import Draw
 from .judge import Mismatch
@@ -21,6 +22,8 @@ def check_recomputed(call: Any, arguments: dict[str, Any], lse: Tensor) -> None:
     draw, lengths = call.draw, call.lengths
     options = {name: x for name, x in arguments.items() if name in (*TAKEN, *PACKED)}
     q, k, _ = call.qkv(call.tensors)
+    if explain(attention_maxima, q, k, **options).chosen is None:  # kernels of selected keys have no scores
+        return
     s, at = lengths.shape(0)[-1], _numbers(draw, (*lengths.shape(0), 3), max(lengths.keys, default=0))
     rows = _numbers(draw, (draw.upto(6),), s)
     of = draw.one(("scores", "products"))
@@ -73,7 +76,7 @@ def _expected(x: Sequence, rule: Rule, lse: Tensor, rows: Tensor, at: Tensor, of
     logits = scores(x, rule)
     p = torch.exp(logits - lse[..., None]).masked_fill((lse == -torch.inf)[..., None], 0)
     if of == "products":
-        plain = Sequence(x.q, x.k, x.v, start=x.start, end=x.end)
+        plain = replace(x, slopes=None, sinks=None)
         logits = scores(plain, rule._replace(softcap=None))
     exists = (at >= 0) & (at < len(x.k))
     some, nothing = p[:, rows[rows >= 0].long()], torch.full(logits.shape[:2], -torch.inf).double()

@@ -236,7 +236,7 @@ def test_compiles_to_one_graph():
 
 def test_the_operator():
     q = torch.randn(1, 5, 2, 16, device=DEVICE)
-    arguments = (*(None,) * 14, 0, 0, 0.25, None, 0.0, *(None,) * 5, False, False)
+    arguments = (*(None,) * 15, 0, 0, 0, 0.25, None, 0.0, *(None,) * 5, False, False)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.attnlib.triton_forward.default, (q, q + 1, q - 1, *arguments), test_utils=tests

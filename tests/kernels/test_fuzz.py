@@ -25,6 +25,7 @@ SHARES = [
     ("function", 0, FUNCTIONS),
     pytest.param("function", FUNCTIONS, 24, marks=pytest.mark.slow),
     pytest.param("cached", 2, 2, marks=pytest.mark.slow),
+    pytest.param("selected", 0, 6, marks=pytest.mark.slow),
 ]
 
 

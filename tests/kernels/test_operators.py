@@ -48,12 +48,12 @@ def arguments(case: str) -> tuple:
     e = 24 if case == "everything" else 16
     q, k, v = random(2, 19, 2, 16), random(2, 23, 1, 16), random(2, 23, 1, e)
     if case == "plain":
-        return (q[:1], k[:1], v[:1], *(None,) * 14, 0, 0, 0.3, None, 0.0, *(None,) * 5, False, False)
+        return (q[:1], k[:1], v[:1], *(None,) * 15, 0, 0, 0, 0.3, None, 0.0, *(None,) * 5, False, False)
     if case == "packed":
         slopes = torch.rand(2, device=DEVICE)
         offsets = int32(0, 2, 2, 18), int32(0, 5, 9, 23)
-        more = 0, 0, 0.3, None, 0.0, 17, 17, None, None, None, False, False
-        return (q[0], k[0], v[0], slopes, *(None,) * 3, *offsets, *(None,) * 8, *more)
+        more = 0, 0, 0, 0.3, None, 0.0, 17, 17, None, None, None, False, False
+        return (q[0], k[0], v[0], slopes, *(None,) * 3, *offsets, *(None,) * 9, *more)
     seed = torch.tensor([3], device=DEVICE)
     slopes, sinks = torch.rand(2, 2, device=DEVICE), torch.randn(2, device=DEVICE)
     return (
@@ -67,8 +67,9 @@ def arguments(case: str) -> tuple:
         None,
         None,
         seed,
-        *(None,) * 6,
+        *(None,) * 7,
         5,
+        0,
         0,
         0,
         0.3,

@@ -12,6 +12,7 @@ from layer_helpers import OwnerAndReader, assert_twice_as_good
 from leaving import leave
 from safetensors import safe_open
 from safetensors.torch import save_file
+from selected_cases import lists
 from torch import Tensor, nn
 from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,6 +38,7 @@ from attnlib import (
     ScoreFunction,
     SlowPathWarning,
     mask_mod,
+    masks,
     score_mod,
     scores,
     sliding,
@@ -73,6 +75,22 @@ def options() -> ScoreFunction:
     return score_mod(lambda s, b, h, i, j, m: 2 * (3 * torch.tanh(s / 3) + m[h] * (j - i)), slopes)
 
 
+class Selecting(GroupedQueryAttention):
+    """A layer that selects blocks for each of its ``lists`` KV heads or query heads, of all ranks."""
+
+    lists = 2
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        mask = masks.selected(lists(BATCH, x.shape[1], self.lists, 3, 5), 2)
+        return super().forward(x, mask=mask, **options)
+
+
+def selecting(c: int) -> Selecting:
+    layer = Selecting(HIDDEN, HEADS, num_kv_heads=2, head_dim=16, mask=CAUSAL, sinks=True)
+    layer.lists = c
+    return layer
+
+
 LAYERS = {
     "mha": lambda: grouped(4, rope=Rope(16), bias=True, output_bias=False),
     "gqa": lambda: grouped(2, rope=Rope(16), qk_norm=True),
@@ -107,8 +125,19 @@ LAYERS = {
     "mla, shared keys": lambda: OwnerAndReader(latent),
     "gqa, dropout": lambda: grouped(2, rope=Rope(16), dropout_p=0.4),
     "mla, dropout": lambda: latent(dropout_p=0.4),
+    "gqa, KV heads selected": lambda: selecting(2),
+    "gqa, query heads selected": lambda: selecting(4),
 }
-FOUR = ("mha", "gqa", "mqa, whole kv", "mla", "gqa, functions", "mqa, functions", "gqa, dropout")
+FOUR = (
+    "mha",
+    "gqa",
+    "mqa, whole kv",
+    "mla",
+    "gqa, functions",
+    "mqa, functions",
+    "gqa, dropout",
+    "gqa, KV heads selected",
+)
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "g_proj")
 BY_HAND = ("gqa, whole kv", "gqa, context, whole kv")  # their plans would shard K and V too
 COMPILED = ("gqa, sinks", "mqa, whole kv", "mla", "gqa, functions")
@@ -241,10 +270,10 @@ def work(rank: int, ranks: int, device: str, folder: str) -> None:
 
 
 def is_decoded(name: str) -> bool:
-    """Whether decoding gives what training does: dropout is of training, and a kv_layout of heads as they are
-    split.
+    """Whether decoding gives what training does: dropout is of training, lists are those of all tokens, and a
+    kv_layout of heads as they are split.
     """
-    return not name.endswith(("gathered", "dropout"))
+    return not name.endswith(("gathered", "dropout", "selected"))
 
 
 def write(results: dict[str, dict[str, Tensor] | str], path: Path) -> None:

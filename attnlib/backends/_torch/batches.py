@@ -9,6 +9,7 @@ from torch import Tensor
 from ...call.call import Dropout, Origin, Packing, Score
 from ...call.functions import Functions
 from ...masks.band import Mask
+from ...masks.function import Selection
 from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, mask_and_score, result_dtype
 from .pages import Index, Keys
 
@@ -24,6 +25,7 @@ class Batch(NamedTuple):
         origin: the position of the call in a larger one. Dropout and ``functions`` add ``origin.key`` to the
             indices of queries and keys, and the origin's head and sequence to those of heads and sequences.
         score_factor, value_factor: factors ``[b, h, s]`` of the products with keys and with values, or None.
+        selection: the lists of selected keys ``[b, s, c, n]``, or None. Their entries add ``origin.key`` too.
     """
 
     q: Tensor
@@ -38,6 +40,7 @@ class Batch(NamedTuple):
     score_factor: Tensor | None
     value_factor: Tensor | None
     functions: Functions | None
+    selection: Selection | None
 
     @property
     def is_packed(self) -> bool:
@@ -140,9 +143,10 @@ def _batch(
     first = total - q.shape[1] + origin.query - origin.key
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
     mask, score = mask_and_score(a)
-    return Batch(
-        q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin, *factors, functions
-    )
+    mask, selection = mask.counted_from(origin.key), None
+    if a.selected is not None:
+        selection = Selection(_at(a.selected, index), a.block_size)
+    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions, selection)
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -26,9 +26,8 @@ def takes(dtype: torch.dtype, *widths: int) -> bool:
 
 def may_take(spec: AttentionSpec) -> bool:
     """True if a call with this spec runs on torch's kernels, unless it has more queries than keys."""
-    others = (
-        spec.statistic or spec.score or spec.dropout or spec.functions is not None or spec.kind == "cached"
-    )
+    others = spec.statistic or spec.score or spec.dropout or spec.kind == "cached"
+    others = others or spec.functions is not None or spec.selected is not None
     dtype = spec.compute_dtype or spec.dtype
     takes_all = takes(dtype, spec.head_dim, spec.value_dim) and spec.mask in (CAUSAL, FULL)
     return spec.device == "cuda" and takes_all and not others

@@ -88,6 +88,7 @@ def causality(batch: Batch) -> bool | None:
         or batch.dropout.p
         or batch.score_factor is not None
         or batch.functions is not None
+        or batch.selection is not None
         or not keys.at_once
     ):
         return None

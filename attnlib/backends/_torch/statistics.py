@@ -10,7 +10,7 @@ from ...call.statistic import Statistic
 from ...tracing.evaluation import evaluated
 from ..operators import Arguments, wide
 from .batches import Batch, batches
-from .tiles import QueryBlock, indices_of, key_ranges, modified, query_blocks, tile_of
+from .tiles import QueryBlock, indices_of, key_ranges, modified, moved, query_blocks, shown_to, tile_of
 
 GATHERED = 2**22  # the most numbers of gathered keys and scores at a time; 16 MiB in fp32
 
@@ -70,7 +70,7 @@ def _runs(batch: Batch, rows: list | None) -> Iterator[Run]:
 def _add_maxima(batch: Batch, result: Tensor) -> None:
     """Write the largest score of each query, ``[b, h, s]``."""
     for block in query_blocks(batch):
-        found = block.column(result)
+        found = block.q.new_full((*block.q.shape[:2], 1), -torch.inf)
         for start, stop in key_ranges(batch.keys, block):
             if (tile := tile_of(batch, block, start, stop)) is not None:
                 found = torch.maximum(found, tile.scores.amax(-1, keepdim=True))
@@ -80,28 +80,28 @@ def _add_maxima(batch: Batch, result: Tensor) -> None:
 
 def _probabilities(
     batch: Batch, lse: Tensor, runs: Iterator[Run]
-) -> Iterator[tuple[Run, QueryBlock, int, Tensor]]:
-    """Yield the probabilities ``[n, h, s, t]`` of each visible tile of the runs, and its first key."""
+) -> Iterator[tuple[Run, QueryBlock, slice | Tensor, Tensor]]:
+    """Yield the probabilities ``[n, h, s, t]`` of each visible tile of the runs, and its keys."""
     for run in runs:
         for block in query_blocks(batch, run.span, run.only):
             row_lse, n = block.column(lse), block.sequences.stop - block.sequences.start
             for start, stop in key_ranges(batch.keys, block):
                 if (tile := tile_of(batch, block, start, stop)) is not None:
                     p = tile.scores.sub_(row_lse).exp_()
-                    yield run, block, start, p.view(n, batch.q.shape[2], -1, stop - start)
+                    yield run, block, tile.at, p.view(n, batch.q.shape[2], -1, p.shape[-1])
 
 
 def _add_mass(batch: Batch, lse: Tensor, result: Tensor, runs: Iterator[Run]) -> None:
     """Add the probabilities of the runs' queries to ``[b, h, t]``."""
-    for _, block, start, p in _probabilities(batch, lse, runs):
-        result[block.sequences, :, start : start + p.shape[-1]] += p.sum(2)
+    for _, block, at, p in _probabilities(batch, lse, runs):
+        result[block.sequences, :, at] += p.sum(2)
 
 
 def _add_rows(batch: Batch, lse: Tensor, result: Tensor, runs: Iterator[Run]) -> None:
     """Write the probabilities of the runs' queries, ``[b, h, r, t]``."""
-    for run, block, start, p in _probabilities(batch, lse, runs):
-        slot, first = run.slot + block.rows.start - run.span.start, start + batch.origin.key
-        result[block.sequences, :, slot : slot + p.shape[2], first : first + p.shape[3]] = p
+    for run, block, at, p in _probabilities(batch, lse, runs):
+        slot = run.slot + block.rows.start - run.span.start
+        result[block.sequences, :, slot : slot + p.shape[2], moved(at, batch.origin.key)] = p
 
 
 def _add_means(batch: Batch, lse: Tensor, at: Tensor, result: Tensor) -> None:
@@ -134,6 +134,8 @@ def _means(batch: Batch, block: QueryBlock, lse: Tensor, at: Tensor) -> Tensor:
     k = keys.k[block.sequences][torch.arange(n, device=device)[:, None, None], j[:, 0]].to(block.q.dtype)
     scores = torch.einsum("nsgfd,nscgd->ngfsc", block.q.unflatten(2, (k.shape[3], -1)), k).flatten(1, 2)
     scores, _, _ = modified(batch, block, scores, i, j)
+    if (shown := shown_to(batch, block.sequences, block.rows, keys.start, keys.stop)) is not None:
+        seen = seen & shown.keys(j[:, 0] + batch.origin.key, h)
     if (functions := batch.functions) is not None:
         indices = indices_of(batch, block, i, j)
         if functions.mask is not None:

@@ -2,7 +2,8 @@
 
 A tile of scores is ``[n * g, f * s, t]``. Its first dimension combines sequences and KV heads, its second the
 query heads of a group and the queries, and its third has the keys. A product never includes keys outside a
-sequence. Inside, hidden pairs of a query and a key get the probability zero.
+sequence. Inside, hidden pairs of a query and a key get the probability zero. If lists select keys, a tile has
+only the keys that some of its queries see.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ...internal.checks import are_checks_on
 from ...internal.philox import dropout_keep
+from ...masks.selection import ShownBlocks
 from ...tracing.derivative import Derivative, derivative
 from ...tracing.evaluation import evaluated
 from ..operators import result_dtype, wide
@@ -35,6 +37,7 @@ class QueryBlock(NamedTuple):
     start: int
     stop: int
     q: Tensor  # [n * g, f * s, d], scaled, in the dtype of scores
+    shown: ShownBlocks | None = None  # if lists select keys
 
     def column(self, x: Tensor) -> Tensor:
         """Return the block's part of ``x`` ``[b, h, s]`` (a number per query) as ``[n * g, f * s, 1]``."""
@@ -42,8 +45,12 @@ class QueryBlock(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of scores, with the intermediate results that the backward needs."""
+    """A tile of scores, with the intermediate results that the backward needs.
 
+    ``at`` has the numbers of its keys.
+    """
+
+    at: slice | Tensor
     k: Tensor
     v: Tensor
     scores: Tensor  # [n * g, f * s, t]; -inf if the mask hides a pair
@@ -127,7 +134,7 @@ def backward(
             if tile.tanh is not None:
                 ds = ds * (1 - tile.tanh.view_as(ds).square())
             row_dq += ds @ tile.k
-            at = (block.sequences, slice(None), slice(start - keys.start, stop - keys.start))
+            at = (block.sequences, slice(None), moved(tile.at, -keys.start))
             dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # block.q already includes the scale
             dv[at] += (tile.dropped(p).mT @ do).unflatten(0, (-1, g))
             del tile, p, ds  # the next tile then reuses their memory
@@ -149,6 +156,7 @@ def query_blocks(batch: Batch, span: slice | None = None, only: int | None = Non
     first, last = mask.queries(first, last, keys.start, keys.stop)
     width = max(1, h * min(KEYS, keys.span, keys.stop - keys.start))
     sequences = max(1, SCORES // (width * max(1, min(s, 64))))
+    sequences = sequences if batch.selection is None else 1  # a tile has the keys of its sequences' lists
     queries = max(16, min(512, SCORES // (width * min(b, sequences))))
     end = b if only is None else only + 1
     for n in range(only or 0, end, sequences):
@@ -156,8 +164,9 @@ def query_blocks(batch: Batch, span: slice | None = None, only: int | None = Non
             i1 = min(last, i0 + queries)
             at = slice(n, min(end, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
             start, stop = mask.keys(i0, i1, keys.stop)
+            start = max(start, keys.start)
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
-            block = QueryBlock(*at, max(start, keys.start), stop, own)
+            block = QueryBlock(*at, start, stop, own, shown_to(batch, *at, start, stop))
             factor = batch.score_factor
             yield block if factor is None else block._replace(q=own * block.column(factor))
 
@@ -173,28 +182,51 @@ def key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
 
 
 def tile_of(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
-    """Compute the tile of a block and the keys ``[start, stop)``; None if a mask function hides all of it."""
-    h, q = batch.q.shape[2], block.q
+    """Compute the tile of a block and the keys ``[start, stop)``; None if a function or lists hide all."""
+    h, q, at = batch.q.shape[2], block.q, slice(start, stop)
     first, last = batch.first + block.rows.start, batch.first + block.rows.stop
     i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
     hidden = None if batch.mask.covers(first, last, start, stop) else ~batch.mask.visible(i, j)
+    if block.shown is not None:
+        unlisted = ~block.shown.keys(j + batch.origin.key, h)
+        hidden = unlisted if hidden is None else hidden | unlisted
+        columns = (~hidden).flatten(0, -2).any(0).nonzero()[:, 0]
+        if not len(columns):
+            return None
+        at, j, hidden = j[columns], j[columns], hidden[..., columns]
     indices = None if batch.functions is None else indices_of(batch, block, i, j)
     if batch.functions is not None and batch.functions.mask is not None:
         hidden = _hidden(batch, indices, hidden)
         if hidden.all():
             return None
         hidden = hidden if hidden.any() else None
-    k, v = (x.flatten(0, 1).to(q.dtype) for x in batch.keys.read(block.sequences, start, stop))
+    kv = batch.keys.read(block.sequences, start, stop)
+    kv = kv if block.shown is None else (x.index_select(2, at - start) for x in kv)
+    k, v = (x.flatten(0, 1).to(q.dtype) for x in kv)
     products, weight = q @ k.mT, None
-    scores, tanh, distance = modified(batch, block, products.view(-1, h, last - first, stop - start), i, j)
+    scores, tanh, distance = modified(batch, block, products.view(-1, h, last - first, len(j)), i, j)
     scores = scores.view_as(products)
     if batch.functions is not None and batch.functions.score is not None:
         indices |= {"score": scores.view(-1, h, *i.shape[:1], *j.shape)}
         scores = _score_forward(batch, indices, hidden).view_as(scores)
     _hide(scores, hidden, h, -torch.inf)
     if batch.dropout.p > 0:
-        weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
-    return Tile(k, v, scores, tanh, hidden, distance, indices, weight)
+        weight = _dropout(batch, block, i[:, 0], start, stop)
+        weight = (weight if block.shown is None else weight[..., at - start]).view_as(scores)
+    return Tile(at, k, v, scores, tanh, hidden, distance, indices, weight)
+
+
+def shown_to(batch: Batch, sequences: slice, queries: slice, start: int, stop: int) -> ShownBlocks | None:
+    """Return the blocks of keys ``[start, stop)`` that lists show to some queries; None without lists."""
+    if batch.selection is None:
+        return None
+    lists = batch.selection._replace(indices=batch.selection.indices[sequences, queries])
+    return ShownBlocks.of(lists, start + batch.origin.key, stop + batch.origin.key)
+
+
+def moved(at: slice | Tensor, by: int) -> slice | Tensor:
+    """Add ``by`` to the numbers of keys."""
+    return slice(at.start + by, at.stop + by) if isinstance(at, slice) else at + by
 
 
 def modified(

@@ -13,6 +13,7 @@ from .decode.operators import Cached
 from .decode.peers import peer_memory
 from .decode.schedule import new_schedule, update_schedule
 from .decode.writes import cannot_store, write_cache
+from .dense import selected
 from .dense.operators import Dense
 from .dense.statistics import Statistics
 from .dense.tables import WIDE, WIDEST, WIDEST_VALUE
@@ -42,6 +43,8 @@ class TritonBackend:
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
+        if spec.selected is not None:
+            reasons += selected.unsupported(spec)
         if spec.device == "cuda" and spec.arch < 89:
             if layout is not None and layout.storage_dtype == E4M3:
                 reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")

@@ -5,15 +5,18 @@ from typing import NamedTuple
 
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import mask_tiles, tables
+from . import mask_tiles, selected, tables
 from .shapes import BackwardShapes, DenseShapes
 
 
 def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
     """Return the launches of a forward pass, and the size of the buffer ``lists`` in int32 values.
 
-    With a mask function, the first launch lists the tiles to visit in ``lists``; otherwise its size is 0.
+    With a mask function, the first launch lists the tiles to visit in ``lists``, and with selected keys their
+    blocks; otherwise its size is 0.
     """
+    if x.selected is not None:
+        return selected.forward(x, *x.selected)
     from ..kernels.forward import forward
 
     tiles = tables.forward(x.case, keys=x.length)

@@ -79,7 +79,7 @@ def forward(key: Key) -> Forward:
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1) and _is_precise(a)
     config = None
-    if key.hopper and takes and has_gluon():
+    if key.hopper and takes and a.selected is None and has_gluon():
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
         dynamic = not x.are_alike or x.length >= LONG

@@ -120,7 +120,7 @@ class Dense:
 
     def _with_tiles(self, a: Arguments) -> Arguments:
         """Classify the tiles of a mask function; return the arguments with the result as ``mask_tiles``."""
-        if a.mask_program is None or a.mask_tiles is not None:
+        if a.mask_program is None or a.mask_tiles is not None or a.selected is not None:
             return a
         launch, shape = variants.states(self._key(a))
         tiles = a.q.new_empty(shape, dtype=torch.int8 if a.mask_tree is None else torch.int32)

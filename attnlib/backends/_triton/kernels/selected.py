@@ -1,0 +1,135 @@
+"""Attention over the keys that lists select: the visible blocks of each list, then a forward over them."""
+
+import triton
+import triton.language as tl
+
+from .band import KeyBand, bounds, key_range, origin_of, visible
+from .scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_softmax, placed, unit_behind
+from .tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def list_blocks(
+    selected_ptr, lists_ptr,
+    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # any of these may be None
+    batch, s, t, planes, slots, left, right, prefix,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
+
+    The ``planes`` lists of a query follow each other, as in ``selected`` ``[b, s, c, n]``. A block stays if
+    the band shows some of its keys. One program compares the ``BLOCK_M`` entries of a list, ``BLOCK_N`` at a
+    time, with the entries before them.
+    """
+    pid = tl.program_id(0)
+    work = locate(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    if work.start >= work.rows:
+        return
+    keys, origin = work.others, origin_of(origin_ptr, work.sequence, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, keys)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    i = keys - work.rows + work.start
+    low, high, _, _ = key_range(i, i + 1, band)
+
+    row = (work.plane * s + work.row + work.start) * planes + pid % planes
+    m, entries = tl.arange(0, BLOCK_M), selected_ptr + row * slots
+    entry = tl.load(entries + m, mask=m < slots, other=-1)
+    stays = (entry >= 0) & (low < high) & (m < slots)
+    stays = stays & (entry >= (low + origin.key) // BLOCK_SIZE)
+    stays = stays & (entry <= (high - 1 + origin.key) // BLOCK_SIZE)
+    for at in range(0, slots, BLOCK_N):
+        n = at + tl.arange(0, BLOCK_N)
+        other = tl.load(entries + n, mask=n < slots, other=-1)
+        is_earlier = (other[None, :] == entry[:, None]) & (n[None, :] < m[:, None])
+        stays = stays & (tl.max(is_earlier.to(tl.int32), 1) == 0)
+    count = stays.to(tl.int32)
+    list_ptr = lists_ptr + row * (slots + 1)
+    tl.store(list_ptr + tl.cumsum(count, 0), entry, mask=stays)
+    tl.store(list_ptr, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def selected_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    lists_ptr,  # as list_blocks writes them
+    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
+    batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+):  # fmt: skip
+    """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
+
+    ``rows`` adjacent query heads share a list and a KV head. One program computes ``BLOCK_M`` of them for one
+    query, over ``BLOCK_N`` selected keys at a time, which lie in one block if ``BLOCK_N`` divides its size.
+    """
+    parts = tl.cdiv(rows, BLOCK_M)
+    units = heads // rows * parts  # of one query; they run side by side, since they may share keys
+    pid = tl.program_id(0)
+    work = locate(pid // units, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    if work.start >= work.rows:
+        return
+    first, part = pid % units // parts * rows, pid % parts * BLOCK_M
+    m = part + tl.arange(0, BLOCK_M)
+    valid, head = m < rows, first + m
+    sequence, keys, token = work.sequence, work.others, work.row + work.start
+    origin = origin_of(origin_ptr, sequence, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    slope = None
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, tl.where(valid, head, 0), batch)[
+            :, None
+        ]
+    modifiers = Modifiers(scale, softcap, slope)
+    unit = unit_behind(modifiers, SCORE)
+
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    of_q, of_k = TilePlace(work.plane, token, 0), TilePlace(work.plane, work.other, first // group)
+    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg)
+    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, head, stride_qh, valid, d)
+    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # a sink acts like a key whose value is 0
+        known = valid & (sequence + head * 0 < batch)
+        m_i = tl.load(sinks_ptr + head, mask=known, other=float("-inf")).to(tl.float32) * (LOG2E / unit)
+        l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+
+    i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
+    list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
+    total = tl.load(list_ptr) * BLOCK_SIZE
+    for at in tl.range(0, total, BLOCK_N, num_stages=STAGES):
+        n = at + tl.arange(0, BLOCK_N)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(list_ptr + 1 + at // BLOCK_SIZE) + tl.zeros([BLOCK_N], tl.int32)
+        else:
+            block = tl.load(list_ptr + 1 + n // BLOCK_SIZE, mask=n < total, other=0)
+        j = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
+        # All rows are of one query, so keys that it does not see need not be loaded.
+        seen = visible(i, j[None, :], band) & (n < total)[None, :]
+        there = tl.max(seen.to(tl.int32), 0) > 0
+        k = gathered_tile(k_rows, of_k, j, stride_kt, there, d)
+        place = placed(origin, sequence, head[:, None], i, j[None, :], keys - work.rows)
+        if MASK is not None:
+            seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+        p, _ = modify(products(q, k, d, PRECISION), modifiers, i + band.offset, j[None, :])
+        p = changed(p, modifiers, place, score_tensors, SCORE)
+        p = tl.where(seen, p, float("-inf"))
+        m_i, p, correction = online_softmax(m_i, p, unit)
+        l_i = l_i * correction + tl.sum(p, 1)
+        v = gathered_tile(v_rows, of_k, j, stride_vt, there, e).main
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+
+    nothing = l_i == 0.0
+    l_i = tl.where(nothing, 1.0, l_i)
+    lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
+    tl.store(lse_ptr + (work.plane * stride_lb + token) + head * stride_lh, lse, mask=valid)
+    columns = tl.arange(0, E_MAIN)
+    out_at = out_ptr + (work.plane * stride_ob + token * stride_os) + head[:, None] * stride_oh
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_at + columns[None, :], out, mask=valid[:, None] & (columns < E)[None, :])
