@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from ...models.own_form import LatentForm, biases_in
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
+from ..checkpoint.model import has_key_norms
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
 from ..latent.attended import Attended, attended, usual_scale
@@ -28,8 +29,11 @@ from ..latent.layers import (
     whole_latent,
     with_low_rank_queries,
 )
+from ..latent.normed import normed, on_inputs
 from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import Spectrum
+from ..stock import read_config
+from ..weights import Heads
 from .kind import Kind, Measured
 
 ROPE_DIM = 64  # default number of rotary channels, if the source has at least as many
@@ -83,6 +87,7 @@ class LatentKind(Kind):
             rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders, replaced in _layer
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
+            qk_norm=has_key_norms(self.model),
         )
 
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
@@ -115,7 +120,11 @@ class LatentKind(Kind):
             latent, errors["query_error"] = with_low_rank_queries(
                 latent, self.options["q_rank"], layer.queries
             )
-        stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
+        new = latent_state(latent, weights)
+        if "k_norm.weight" in weights:
+            on_device = {name: value.to(self.device) for name, value in weights.items()}
+            new = on_inputs(new, self._heads(on_device, shape), on_device)
+        stored, rounding = rounded(new, weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
         form = replace(
             self.form(shape.index, size),
@@ -126,9 +135,12 @@ class LatentKind(Kind):
 
     def _decomposed(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Decomposed:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
-        heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
+        heads = self._heads(on_device, shape)
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
+        if heads.gains is not None:
+            eps = read_config(self.model.checkpoint).get_text_config().rms_norm_eps
+            heads, calibration = normed(heads, calibration, eps=eps)
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
@@ -143,6 +155,9 @@ class LatentKind(Kind):
         return _Decomposed(
             whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), rotation_loss
         )
+
+    def _heads(self, weights: Mapping[str, Tensor], shape: LayerShape) -> Heads:
+        return heads_of(weights, shape, rope_of(self.model.config, shape.index))
 
     def _rotary(self, index: int) -> int:
         """Return the source's number of rotary channels, summed over its KV heads."""
