@@ -37,6 +37,9 @@ from ..weights import Heads
 from .kind import Kind, Measured
 
 ROPE_DIM = 64  # default number of rotary channels, if the source has at least as many
+# Under a budget, numbers of rotary channels are tried from an eighth of a layer's equal share of the cache up
+# to MOST of it. Few are enough: their best number varies by model and budget, but the minimum is wide.
+LEAST, MOST = 1 / 8, 5 / 6
 STEP = 16  # ranks are chosen in steps of this, or in smaller steps for small latents
 
 
@@ -62,6 +65,18 @@ class LatentKind(Kind):
     of the queries (None for queries without a latent), and ``reach``, the maximum distance between query and
     key for which errors of scores count.
     """
+
+    def alternatives(self, total: int) -> list[Kind]:
+        """Return a kind for each number of rotary channels to try, the default first."""
+        layers = self.model.layers
+        widest = min(filter(None, map(self._rotary, layers)), default=0)
+        if self.options["rope_dim"] is not None or not widest:
+            return [self]
+        share = total / len(layers) / self.model.dtype.itemsize
+        ladder = [n * 2**power for power in range(1, 16) for n in (2, 3)]
+        tried = [n for n in ladder if n <= widest and LEAST * share <= n <= MOST * share]
+        numbers = dict.fromkeys((min(ROPE_DIM, widest), *tried))
+        return [replace(self, options={**self.options, "rope_dim": n}) for n in numbers]
 
     def sizes(self, index: int) -> list[int]:
         whole = self._whole(index)
