@@ -26,7 +26,15 @@ from .own.grouped import GroupedKind
 from .own.kind import Kind
 from .own.latent import ROPE_DIM, LatentKind
 from .own.measuring import head_of
-from .own.sizes import allotted, cache_bytes, require_loadable, require_room, smallest
+from .own.sizes import (
+    allotted,
+    alternatives,
+    cache_bytes,
+    require_loadable,
+    require_room,
+    smallest,
+    with_best_rope,
+)
 from .text.kept import CalibrationStore
 from .wording import option
 
@@ -239,9 +247,13 @@ def _to_own(
         if size is None:
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
             is_known = calibrations is not None or not calibrated
+            kinds = alternatives(kind, total)
+            kind = kinds[0]
             require_room(kind, total)
             if calibrated and calibrations is None:
                 head_of(kind)  # raises before the model is calibrated
+            if calibrations is not None:
+                kind = with_best_rope(kinds, total, calibrations, progress=not arguments.quiet)
             if is_known:
                 sizes = allotted(kind, total, calibrations, progress=not arguments.quiet)
     made = kind.converter(sizes)

@@ -30,7 +30,8 @@ class LatentForm:
     ``q_lora_rank`` is null if queries have no latent. Rotary pair c uses the frequency of pair
     ``rope_pairs[c]`` of the rope in ``base``. ``bias`` adds biases to the projections that may have one in
     DeepSeek's models, and ``query_bias`` to the projection that outputs the query heads. ``norm_eps`` is the
-    epsilon of the latent norms.
+    epsilon of the latent norms. With ``qk_norm``, queries, latents and rotary keys are linear functions of
+    the heads that the norms of q and k in ``base`` return.
     """
 
     kv_lora_rank: int
@@ -42,6 +43,7 @@ class LatentForm:
     bias: bool = False
     query_bias: bool = False
     q_lora_rank: int | None = None
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes(self, least=0)
@@ -61,7 +63,7 @@ class LatentForm:
             wanted = f"{self.qk_rope_head_dim / 2:g} pair numbers from 0 on, half of qk_rope_head_dim"
             raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
         object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
-        for name in ("bias", "query_bias"):
+        for name in ("bias", "query_bias", "qk_norm"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: expected true or false, got {str(getattr(self, name))[:80]}")
         if type(self.norm_eps) is not float or not 0 < self.norm_eps < math.inf:

@@ -1,6 +1,7 @@
 """What is measured to share a cache: each layer once, of little text, and kept for a run that goes on."""
 
 import errno
+import json
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.own import latent, measuring, sizes
 from attnlib.convert.own.grouped import GroupedKind
 from attnlib.convert.own.latent import LatentKind
-from attnlib.convert.own.measuring import found_on
+from attnlib.convert.own.measuring import found_on, nats_together
 from attnlib.convert.text import kept
 from attnlib.convert.text.stored import LayerFolder
 
@@ -96,6 +97,52 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
         apart = (expected.exp() * (expected - said)).sum(-1).mean()
         assert found[index][small] == pytest.approx(float(apart), rel=1e-3, abs=1e-6)
         assert found[index][whole] == pytest.approx(0, abs=1e-6)
+
+
+@torch.no_grad()
+def test_models_side_by_side_differ_from_the_source_as_they_do_when_loaded(tmp_path, source):
+    model = read_model(read_folder(source))
+    kind = LatentKind(model, None, "cpu", {"rope_dim": None, "q_rank": None, "reach": 64})
+    kinds = kind.alternatives(19 * 4 * LAYERS)
+    assert [x.options["rope_dim"] for x in kinds] == [16, 4, 6, 8, 12]
+    chosen = [sizes.equal_sizes(x, 19 * 4 * LAYERS) for x in kinds]
+    assert chosen == [[19 - x.options["rope_dim"]] * LAYERS for x in kinds]
+    tokens = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(2))
+    expected = AutoModelForCausalLM.from_pretrained(source)(tokens).logits.log_softmax(-1)
+    for n, nats in enumerate(nats_together(kinds, chosen, tokens)):
+        settings = {"sizes": chosen[n]}
+        convert(source, tmp_path / str(n), kinds[n].converter(chosen[n]), settings=settings, progress=False)
+        said = attnlib.load_pretrained(tmp_path / str(n))(tokens).logits.log_softmax(-1)
+        apart = (expected.exp() * (expected - said)).sum(-1).mean()
+        assert nats == pytest.approx(float(apart), rel=1e-3)
+
+
+def test_a_budget_chooses_the_rotary_channels_once(tmp_path, source, monkeypatch):
+    keep, calls = ("--keep-calibration", tmp_path / "kept"), []
+    monkeypatch.setattr(
+        sizes, "nats_together", lambda kinds, *_, **__: calls.append(kinds) or [3.0, 2.0, 1.0, 2.0, 1.0]
+    )
+    for name in ("a", "b"):
+        assert run(source, tmp_path / name, *keep) == 0
+    assert len(calls) == 1
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    report = json.loads((tmp_path / "a/conversion_report.json").read_text())
+    assert report["settings"]["rope_dim"] == 6
+    assert {form["qk_rope_head_dim"] for form in own_layers(tmp_path / "a")} == {6}
+    assert report["cache_bytes_per_token"]["after"] <= 0.62 * report["cache_bytes_per_token"]["before"]
+    for options in (("--rope-dim", 8), ("--layers", "gqa")):
+        assert run(source, tmp_path / str(options[1]), *keep, *options) == 0
+    assert len(calls) == 1
+
+
+def test_a_small_budget_has_room_for_few_rotary_channels(tmp_path, source):
+    """16, the default of this model, would leave no room for a latent."""
+    assert run(source, tmp_path / "out", "--cache", "40%") == 0
+    assert {form["qk_rope_head_dim"] for form in own_layers(tmp_path / "out")} < {2, 4, 6, 8}
+
+
+def own_layers(folder):
+    return json.loads((folder / "config.json").read_text())["layers"]
 
 
 def test_little_of_a_long_text_is_read(source, monkeypatch):
@@ -173,11 +220,11 @@ def link(path):
 @pytest.mark.parametrize("damage", [digit, cut, empty, link])
 def test_what_cannot_be_believed_is_measured_again(tmp_path, source, monkeypatch, damage):
     keep, passes = ("--keep-calibration", tmp_path / "kept"), passes_of(monkeypatch)
-    assert run(source, tmp_path / "a", *keep) == 0
+    assert run(source, tmp_path / "a", *keep, *KINDS[1]) == 0
     [path] = measured_in(tmp_path / "kept")
     before = path.read_bytes()
     damage(path)
-    assert run(source, tmp_path / "b", *keep) == 0
+    assert run(source, tmp_path / "b", *keep, *KINDS[1]) == 0
     assert len(passes) == 2
     assert path.read_bytes() == before
     assert contents(tmp_path / "a") == contents(tmp_path / "b")

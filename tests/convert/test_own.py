@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import add_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import attnlib
 from attnlib.__main__ import main
@@ -31,9 +38,14 @@ RECENTLY = tuple(kind for kind in RECENT if not STORED[kind].is_hybrid)
 RECENTLY_NORMED = tuple(
     kind for kind in RECENTLY if len(STORED[kind].weights) > 4 or kind in ("persimmon", "vaultgemma")
 )
+NORMED_HEADS = (  # latents read what their norms return
+    *("qwen3", "qwen3_moe", "apertus", "hy_v3", "dots1", "mellum", "exaone4", "exaone_moe", "glm4_moe"),
+)
+MIXED = ("exaone4", "exaone_moe")  # only some layers rotate, so whole latents of layers differ in rank
+REFUSED = tuple(kind for kind in NORMED if kind not in NORMED_HEADS)
 LATENT_KINDS = (
-    *(kind for kind in DECODERS if kind not in NORMED),
-    *slow(*(kind for kind in RECENTLY if kind not in RECENTLY_NORMED)),
+    *(kind for kind in DECODERS if kind not in REFUSED),
+    *slow(*(kind for kind in RECENTLY if kind not in RECENTLY_NORMED or kind in {*NORMED_HEADS} - {*MIXED})),
 )
 TINY = {
     "vocab_size": 61,
@@ -188,7 +200,38 @@ def test_latents_have_queries_of_low_rank(tmp_path, config):
     run(tmp_path / "in", tmp_path / "none", *options, "--q-rank", 33, code=2)
 
 
-@pytest.mark.parametrize("kind", [*NORMED, *slow(*RECENTLY_NORMED)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIXED)
+def test_whole_latents_of_layers_of_which_some_rotate_are_the_same_function(tmp_path, kind):
+    options = ("--cache", "100%", "--rope-dim", KV_HEADS * make(kind).config.hidden_size // HEADS)
+    loaded = attnlib.load_pretrained(run(saved(make(kind), tmp_path / "in"), tmp_path / "out", *options))
+    assert is_as_exact(tmp_path / "in", loaded)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_latents_of_normalized_heads_have_biases(tmp_path, bias):
+    model = tiny(Qwen3Config, head_dim=8, attention_bias=bias)
+    options = ("--rank", 4 * 8, "--rope-dim", 4 * 8)
+    whole = attnlib.load_pretrained(run(saved(model, tmp_path / "in"), tmp_path / "whole", *options))
+    assert difference(model, whole) < 1e-5
+    assert whole.config.attnlib_layers[0]["qk_norm"]
+    run(tmp_path / "in", tmp_path / "none", *options, "--q-rank", 9, code=2)
+
+
+def test_latents_of_normalized_heads_lose_little_of_a_text(tmp_path):
+    """Calibrated on a text, a latent of half of the values is better than merged heads of as many."""
+    add_tokenizer(saved(tiny(Qwen3Config, head_dim=8, vocab_size=130), tmp_path / "in"))
+    found = {}
+    for name, size in (("latents", ("--rank", 16, "--rope-dim", 16)), ("heads", ("--kv-heads", 2))):
+        given = ("convert", tmp_path / "in", tmp_path / name, "--to", "attnlib", *size, "--samples", 16)
+        assert main([str(x) for x in (*given, "--length", 64, "--quiet")]) == 0
+        found[name] = report_of(tmp_path / name)["measures"]["kl_nats"]
+    assert 0 < found["latents"] < found["heads"]
+
+
+@pytest.mark.parametrize(
+    "kind", [*REFUSED, *slow(*(kind for kind in RECENTLY_NORMED if kind not in NORMED_HEADS))]
+)
 def test_what_latents_cannot_do_is_refused(tmp_path, kind, capsys):
     run(saved(make(kind), tmp_path / "in"), tmp_path / "out", "--rank", 16, code=2)
     assert not (tmp_path / "out").exists()
@@ -238,7 +281,7 @@ def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
     assert model.generate(tokens, **padding, **cache.as_argument, **asked).equal(whole)
 
 
-@pytest.mark.parametrize("kind", ["llama", "smollm3"])  # of which the latter has layers without rope
+@pytest.mark.parametrize("kind", ["llama", "smollm3", "qwen3"])  # smollm3 has layers without rope
 def test_latents_decode_as_they_attend(tmp_path, source, kind):
     source = source if kind == "llama" else saved(make(kind), tmp_path / "in")
     out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)

@@ -46,7 +46,7 @@ AddFiles = Callable[[Mapping[str, Any], Path], object]
 # The same command would raise these errors again, so a run that ends with one leaves nothing to resume.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 # Increment the number if a change to this code makes equal requests write different bytes.
-TOOL = "attnlib checkpoint conversion 6"
+TOOL = "attnlib checkpoint conversion 7"
 
 
 @kind

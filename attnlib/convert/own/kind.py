@@ -61,6 +61,10 @@ class Kind(ABC):
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
         """Return the layer converted to ``size``. All weights have attnlib's parameter names."""
 
+    def alternatives(self, total: int) -> "list[Kind]":
+        """Return the kinds to choose from in a cache of ``total`` bytes per token, the default first."""
+        return [self]
+
     def token_bytes(self, index: int, size: int) -> int:
         """Return the KV-cache bytes per token that layer ``index`` takes at this size."""
         return layout_of(self.form(index, size), self.model).token_bytes

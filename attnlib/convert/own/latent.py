@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from ...models.own_form import LatentForm, biases_in
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
+from ..checkpoint.model import has_key_norms
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
 from ..latent.attended import Attended, attended, usual_scale
@@ -28,11 +29,17 @@ from ..latent.layers import (
     whole_latent,
     with_low_rank_queries,
 )
+from ..latent.normed import normed, on_inputs
 from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import Spectrum
+from ..stock import read_config
+from ..weights import Heads
 from .kind import Kind, Measured
 
 ROPE_DIM = 64  # default number of rotary channels, if the source has at least as many
+# Under a budget, numbers of rotary channels are tried from an eighth of a layer's equal share of the cache up
+# to MOST of it. Few are enough: their best number varies by model and budget, but the minimum is wide.
+LEAST, MOST = 1 / 8, 5 / 6
 STEP = 16  # ranks are chosen in steps of this, or in smaller steps for small latents
 
 
@@ -59,6 +66,18 @@ class LatentKind(Kind):
     key for which errors of scores count.
     """
 
+    def alternatives(self, total: int) -> list[Kind]:
+        """Return a kind for each number of rotary channels to try, the default first."""
+        layers = self.model.layers
+        widest = min(filter(None, map(self._rotary, layers)), default=0)
+        if self.options["rope_dim"] is not None or not widest:
+            return [self]
+        share = total / len(layers) / self.model.dtype.itemsize
+        ladder = [n * 2**power for power in range(1, 16) for n in (2, 3)]
+        tried = [n for n in ladder if n <= widest and LEAST * share <= n <= MOST * share]
+        numbers = dict.fromkeys((min(ROPE_DIM, widest), *tried))
+        return [replace(self, options={**self.options, "rope_dim": n}) for n in numbers]
+
     def sizes(self, index: int) -> list[int]:
         whole = self._whole(index)
         step = min(STEP, 2 ** int(math.log2(max(1, whole // STEP))))
@@ -83,6 +102,7 @@ class LatentKind(Kind):
             rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # placeholders, replaced in _layer
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
+            qk_norm=has_key_norms(self.model),
         )
 
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
@@ -115,7 +135,11 @@ class LatentKind(Kind):
             latent, errors["query_error"] = with_low_rank_queries(
                 latent, self.options["q_rank"], layer.queries
             )
-        stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
+        new = latent_state(latent, weights)
+        if "k_norm.weight" in weights:
+            on_device = {name: value.to(self.device) for name, value in weights.items()}
+            new = on_inputs(new, self._heads(on_device, shape), on_device)
+        stored, rounding = rounded(new, weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
         form = replace(
             self.form(shape.index, size),
@@ -126,9 +150,12 @@ class LatentKind(Kind):
 
     def _decomposed(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Decomposed:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
-        heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
+        heads = self._heads(on_device, shape)
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
+        if heads.gains is not None:
+            eps = read_config(self.model.checkpoint).get_text_config().rms_norm_eps
+            heads, calibration = normed(heads, calibration, eps=eps)
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
@@ -143,6 +170,9 @@ class LatentKind(Kind):
         return _Decomposed(
             whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), rotation_loss
         )
+
+    def _heads(self, weights: Mapping[str, Tensor], shape: LayerShape) -> Heads:
+        return heads_of(weights, shape, rope_of(self.model.config, shape.index))
 
     def _rotary(self, index: int) -> int:
         """Return the source's number of rotary channels, summed over its KV heads."""

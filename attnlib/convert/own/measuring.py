@@ -89,6 +89,40 @@ def found_on(
     return Found(losses, _nats(head_of(kind), layers.load_norm(), path, apart, title))
 
 
+def nats_together(
+    kinds: Sequence[Kind],
+    sizes: Sequence[Sequence[int]],
+    tokens: Tensor,
+    advance: Callable[[], object] = lambda: None,
+    *,
+    title: str | None = None,
+) -> list[float]:
+    """Return the KL divergence from the source of models with all layers converted, in nats per token.
+
+    ``kinds[n]`` converts the layers of model n to ``sizes[n]``. The other arguments are those of
+    :func:`found_on`. All models run side by side.
+    """
+    model, device = kinds[0].model, kinds[0].device
+    layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
+    path = layers.embedded(_first_tokens(tokens, 4 * model.shape.width * len(kinds)))
+    streams = [path] * len(kinds)
+    for place, index in enumerate(model.layers):
+        weights, shape = weights_of(model, index), replace(model.shape, index=index)
+        made = [kind.made(weights, shape, some[place]) for kind, some in zip(kinds, sizes, strict=True)]
+        with layers.layer(index) as layer, side_by_side(device) as workers, torch.no_grad():
+            for n, kind in enumerate(kinds):
+                with _replaced_attention(
+                    layer.layer, model.family.attention, _attention(kind, config, index, made[n])
+                ):
+                    streams[n] = _run_layer(layer, streams[n], workers.map)
+            path = _run_layer(layer, path, workers.map)
+        del made
+        give_back()
+        advance()
+    [nats] = _nats(head_of(kinds[0]), layers.load_norm(), path, [dict(enumerate(streams))], title)
+    return [nats[n] for n in range(len(kinds))]
+
+
 def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
     return kind.measured(weights_of(kind.model, index), replace(kind.model.shape, index=index), sizes)
 

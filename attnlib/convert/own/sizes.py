@@ -12,7 +12,7 @@ from ..stock import class_of, quiet
 from ..text.kept import CalibrationStore
 from .allotment import allot
 from .kind import Kind
-from .measuring import BySize, Found, found_on, losses_alone
+from .measuring import BySize, Found, found_on, losses_alone, nats_together
 
 VERSION = 1  # increment this if the same model and text give different measurements than before
 # A layer's importance is measured on little text and is therefore noisy. So an importance is at least LEAST
@@ -48,12 +48,41 @@ def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress:
 
 def _compared(kind: Kind, total: int) -> list[list[int]]:
     """Return two sizes of each layer to try on a text: the one that fits an equal share, and the largest."""
-    share, compared = total // len(kind.model.layers), []
+    usual = equal_sizes(kind, total)
+    return [
+        sorted({size, max(kind.sizes(index))}) for index, size in zip(kind.model.layers, usual, strict=True)
+    ]
+
+
+def equal_sizes(kind: Kind, total: int) -> list[int]:
+    """Return the largest size of each layer that fits an equal share of ``total`` bytes.
+
+    If none fits, it is the smallest one.
+    """
+    share, found = total // len(kind.model.layers), []
     for index in kind.model.layers:
         sizes = kind.sizes(index)
-        usual = max((size for size in sizes if kind.token_bytes(index, size) <= share), default=min(sizes))
-        compared.append(sorted({usual, max(sizes)}))
-    return compared
+        fitting = (size for size in sizes if kind.token_bytes(index, size) <= share)
+        found.append(max(fitting, default=min(sizes)))
+    return found
+
+
+def with_best_rope(kinds: Sequence[Kind], total: int, kept: CalibrationStore, *, progress: bool) -> Kind:
+    """Return the kind whose layers of an equal share of ``total`` bytes give the least KL divergence.
+
+    The divergence is measured on the text of ``kept``, and stored next to the calibrations.
+    """
+    if len(kinds) == 1:
+        return kinds[0]
+    sizes = [equal_sizes(kind, total) for kind in kinds]
+    asked = {"version": VERSION, "options": [dict(kind.options) for kind in kinds], "together": sizes}
+    known = kept.recalled(asked)
+    if known is None:
+        advance = steps("measuring rope" if progress else None, len(sizes[0]), " layers")
+        title = "comparing logits" if progress else None
+        known = {"nats": nats_together(kinds, sizes, kept.tokens, advance, title=title)}
+        kept.remember(asked, known)
+    return min(zip(known["nats"], range(len(kinds)), kinds, strict=True))[-1]
 
 
 def _found(
@@ -107,11 +136,22 @@ def smallest(kind: Kind) -> list[int]:
 
 def require_room(kind: Kind, total: int) -> None:
     """Raise RequestError if layers of the smallest sizes exceed ``total`` cache bytes per token."""
-    least = sum(map(kind.token_bytes, kind.model.layers, smallest(kind)))
-    if total < least:
+    if total < (least := _least_bytes(kind)):
         raise RequestError(
             f"--cache: expected at least {least} bytes, the size of the smallest layers, got {total}"
         )
+
+
+def alternatives(kind: Kind, total: int) -> list[Kind]:
+    """Return the kinds to choose from whose smallest layers fit into ``total`` bytes, or ``kind`` if none do.
+
+    The default is the first one, if it fits.
+    """
+    return [x for x in kind.alternatives(total) if _least_bytes(x) <= total] or [kind]
+
+
+def _least_bytes(kind: Kind) -> int:
+    return sum(map(kind.token_bytes, kind.model.layers, smallest(kind)))
 
 
 def cache_bytes(asked: str, whole: int) -> int:

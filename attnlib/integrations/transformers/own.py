@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...checkpoint_files.folder import CONFIG
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...layers.normed_heads import NormedKeys, NormedQueries
 from ...models.own_form import (
     GroupedForm,
     LatentForm,
@@ -29,6 +30,7 @@ from ...models.own_form import (
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .family import Family
+from .norms import HeadRMSNorm
 from .replacing import (
     ReplacedAttention,
     ReplacedLatentAttention,
@@ -121,7 +123,8 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         ValueError: ``form`` selects rope pairs that ``grouped`` does not have.
         NotImplementedError: ``grouped`` uses a feature that MLA layers lack.
     """
-    for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes", "gate"):
+    norms = () if form.qk_norm and _has_plain_norms(grouped) else ("q_norm", "k_norm")
+    for name in (*norms, "sinks", "softcap", "alibi_slopes", "gate"):
         if getattr(grouped, name) is not None:
             raise NotImplementedError(
                 f"layers: expected grouped layers, because latent layers do not support {name}, got latents"
@@ -153,10 +156,35 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         scale=grouped.scale,
         dropout_p=grouped.dropout_p,
     )
+    if form.qk_norm:
+        if norms:
+            raise ValueError("qk_norm: expected false, as base has no norms of q and k, got true")
+        _read_norms(layer, grouped, form)
     if form.query_bias:
         plain = getattr(layer, form.query_projection)
         setattr(layer, form.query_projection, nn.Linear(plain.in_features, plain.out_features))
     return layer
+
+
+def _has_plain_norms(grouped: GroupedQueryAttention) -> bool:
+    """True if q and k have an RMS norm of each head before rope, with one weight for all heads."""
+    return type(grouped.q_norm) is HeadRMSNorm and not grouped.norm_after_rope
+
+
+def _read_norms(layer: MultiHeadLatentAttention, grouped: GroupedQueryAttention, form: LatentForm) -> None:
+    """Replace the projections of ``layer`` by ones that normalize heads as ``grouped`` does."""
+
+    def parts(name: str) -> tuple[nn.Linear, nn.RMSNorm]:
+        old, norm = getattr(grouped, f"{name}_proj"), getattr(grouped, f"{name}_norm")
+        linear = nn.Linear(old.in_features, old.out_features, bias=old.bias is not None)
+        return linear, nn.RMSNorm(norm.normalized_shape, eps=norm.eps)
+
+    if form.q_lora_rank is not None:
+        raise NotImplementedError("q_lora_rank: expected null, as queries are normalized by head, got a rank")
+    layer.q_proj = NormedQueries(*parts("q"), form.qk_nope_head_dim + form.qk_rope_head_dim)
+    layer.kv_a_proj_with_mqa = NormedKeys(
+        *parts("k"), form.kv_lora_rank + form.qk_rope_head_dim, bias=form.bias
+    )
 
 
 class TurnsAlone(ReplacedAttention):
