@@ -7,6 +7,7 @@ from torch import nn
 
 from ..checkpoint_files.folder import read_folder
 from ..convert.checkpoint.errors import CheckpointError
+from ..layers.normed_heads import NormedKeys, NormedQueries
 from .folders import ATTENTION, attention_layers, stored_dtype
 from .settings import Settings
 
@@ -73,7 +74,10 @@ def _adapt(model: nn.Module, settings: Settings) -> None:
     names = [
         name
         for name, x in model.named_modules()
-        if isinstance(x, nn.Linear) and x is not head and (settings.train == "all" or id(x) in inside)
+        if isinstance(x, nn.Linear)
+        and not isinstance(x, (NormedQueries, NormedKeys))  # nonlinear; their heads get adapters
+        and x is not head
+        and (settings.train == "all" or id(x) in inside)
     ]
     if not names:
         raise CheckpointError(

@@ -14,7 +14,13 @@ import pytest
 import torch
 from healing_folders import SIZES, TEXT, add_tokenizer, contents, heal, make_half, make_original
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import attnlib
 from attnlib.__main__ import main
@@ -204,6 +210,24 @@ def test_latent_layers_learn_and_the_constants_of_their_norms_stay(folders, tmp_
     old, new = weights(tmp_path / "latent"), weights(tmp_path / "out")
     same = {name for name in old if "self_attn" in name and old[name].equal(new[name])}
     assert same == {"model.layers.0.self_attn.kv_a_layernorm.weight"}
+
+
+def test_adapters_of_normalized_heads(folders, tmp_path):
+    """The projections of such latents are not linear, but those of their heads are, and learn."""
+    sizes = {**SIZES, "head_dim": 8}
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path / "source")
+    shutil.copytree(folders / "original", tmp_path / "original")
+    for file in (tmp_path / "original").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "source")
+    options = ("--to", "attnlib", "--rank", "8", "--no-calibration", "--quiet")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "latent"), *options]) == 0
+    (tmp_path / "text").write_text(TEXT)
+    assert heal(tmp_path, tmp_path / "out", "--lora", 2, source="latent") == 0
+    old, new = weights(tmp_path / "latent"), weights(tmp_path / "out")
+    changed = {name.partition("self_attn.layer.")[2] for name in old if not old[name].equal(new[name])}
+    assert {"q_proj.heads.weight", "kv_a_proj_with_mqa.heads.weight", "o_proj.weight"} <= changed
+    assert not changed & {"q_proj.weight", "kv_a_proj_with_mqa.weight"}
 
 
 class Stopped(BaseException):
