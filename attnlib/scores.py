@@ -39,7 +39,7 @@ class ScoreFunction:
     names: tuple[str, ...]
     dims: tuple[str, ...] = ()
     contained: ScoreOptions | None = field(default=None, repr=False)
-    computed: dict[tuple, Tensor | None] = field(default_factory=dict, repr=False)
+    computed: dict[tuple[object, ...], Tensor | None] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> list[object]:
         return [getattr(self, x.name) for x in fields(self)[:-1]]
