@@ -7,7 +7,6 @@ from torch import nn
 
 from ..checkpoint_files.folder import read_folder
 from ..convert.checkpoint.errors import CheckpointError
-from ..layers.normed_heads import NormedKeys, NormedQueries
 from .folders import ATTENTION, attention_layers, stored_dtype
 from .settings import Settings
 
@@ -75,7 +74,7 @@ def _adapt(model: nn.Module, settings: Settings) -> None:
         name
         for name, x in model.named_modules()
         if isinstance(x, nn.Linear)
-        and not isinstance(x, (NormedQueries, NormedKeys))  # nonlinear; their heads get adapters
+        and not any(x.children())  # projections that normalize heads: the layers of their heads get adapters
         and x is not head
         and (settings.train == "all" or id(x) in inside)
     ]
