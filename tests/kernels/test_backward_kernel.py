@@ -44,9 +44,9 @@ def launch(
     """The gradients of q, k, v and of the slopes, by tiles of this size."""
     tiles = LaunchConfig(block_m, block_n, 1, 4)
     of_values = tiles._replace(block_m=32) if values_apart else None
-    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 6)
+    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 7)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 5, False, True)
+    numbers = (mask.left, mask.right, mask.prefix, 0, scale, softcap, dropout_p, *(None,) * 5, False, True)
     plan_cache.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
