@@ -315,6 +315,8 @@ def test_nothing_to_do(plan):
         ((0, 0), 1, 2),
     ):
         call = store(SMALL, Sizes(lengths)).call(counts, 4)
+        given = {"mask": call.mask, "backend": "triton"}
+        assert explain(attend, call.q.to(DEVICE), call.stored.view, **given).chosen == "triton"
         out, lse = call.solve()
         assert out.numel() == rows * 4 * 16
         assert lse.numel() == rows * 4

@@ -229,7 +229,7 @@ def decode_plan(key: Key) -> DecodePlan:
     rows = queries if x.b >= x.capacity else together
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
-    groups = -(-queries // rows)
+    groups = -(-queries // max(1, rows))  # explain also plans calls without queries, which never run
     arguments |= {
         "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels, "AT_ONCE": at_once,
         "TOGETHER": together,
