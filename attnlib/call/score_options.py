@@ -88,6 +88,7 @@ def _computed(call: Call, program: Program) -> Tensor | None:
 
 
 def _made(text: str, first: int, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return the slopes as a new tensor, or None if one is negative or not finite."""
     numbers = _numbers(text, first, heads)
     return torch.tensor(numbers, dtype=dtype, device=device) if all(0 <= x < inf for x in numbers) else None
 

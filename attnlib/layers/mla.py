@@ -294,8 +294,8 @@ class MultiHeadLatentAttention(InspectedLayer):
         attend, step = partial(self._attend_stored, attention=attention), view.step
         # The absorbed form is required for results that do not depend on the batch (split_size), if other
         # ranks store some of the latents, and for lists, which would have to be split like the keys.
-        is_whole = view.split_size or view.is_partial or selection_of(attention.mask) is not None
-        if step is None or not step.prefill or is_whole:
+        must_absorb = view.split_size or view.is_partial or selection_of(attention.mask) is not None
+        if step is None or not step.prefill or must_absorb:
             return attend(q_nope, q_rope, view, self._allowed_form("absorbed", q_nope))
         if prompts := self._expanded_prompts(step, view, q_nope.shape[-2]):
             return attend_mixed(attend, q_nope, q_rope, view, prompts)

@@ -121,9 +121,8 @@ def _seen(x: Sequence, rule: Rule, stored: torch.dtype) -> tuple[Tensor, Tensor,
     k, v = (torch.where(used, y.to(stored)[:, heads].to(y.dtype), 0) for y in (x.k, x.v))
     if k.isfinite().all() and v.isfinite().all() and q.isfinite().all():
         return q, k, v, "th"
-    pairs = visible.permute(1, 2, 0)[
-        ..., None
-    ]  # what some queries see and others do not: each gets keys of its own
+    # What some queries see and others do not: each gets keys of its own.
+    pairs = visible.permute(1, 2, 0)[..., None]
     return q, torch.where(pairs, k, 0), torch.where(pairs, v, 0), "sth"
 
 

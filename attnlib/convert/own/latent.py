@@ -37,8 +37,8 @@ from ..weights import Heads
 from .kind import Kind, Measured
 
 ROPE_DIM = 64  # default number of rotary channels, if the source has at least as many
-# Under a budget, numbers of rotary channels are tried from an eighth of a layer's equal share of the cache up
-# to MOST of it. Few are enough: their best number varies by model and budget, but the minimum is wide.
+# Under a budget, numbers of rotary channels are tried from LEAST to MOST of a layer's equal share of the
+# cache. The best number varies by model and budget, but its neighbours are nearly as good, so few are tried.
 LEAST, MOST = 1 / 8, 5 / 6
 STEP = 16  # ranks are chosen in steps of this, or in smaller steps for small latents
 

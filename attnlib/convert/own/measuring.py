@@ -78,9 +78,7 @@ def found_on(
                     branches[size] = _run_layer(layer, states, workers.map)
             apart.append({})
             for size, made in measured.layers.items():
-                with _replaced_attention(
-                    layer.layer, model.family.attention, _attention(kind, config, index, made)
-                ):
+                with _converted(layer.layer, kind, config, index, made):
                     apart[-1][size] = _run_layer(layer, path, workers.map)
             path = _run_layer(layer, path, workers.map)
         del measured  # free the memory for the next layer
@@ -111,9 +109,7 @@ def nats_together(
         made = [kind.made(weights, shape, some[place]) for kind, some in zip(kinds, sizes, strict=True)]
         with layers.layer(index) as layer, side_by_side(device) as workers, torch.no_grad():
             for n, kind in enumerate(kinds):
-                with _replaced_attention(
-                    layer.layer, model.family.attention, _attention(kind, config, index, made[n])
-                ):
+                with _converted(layer.layer, kind, config, index, made[n]):
                     streams[n] = _run_layer(layer, streams[n], workers.map)
             path = _run_layer(layer, path, workers.map)
         del made
@@ -139,10 +135,13 @@ def _run_layer(layer: nn.Module, states: States, map_: Callable) -> States:
 
 
 @contextmanager
-def _replaced_attention(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
-    """Replace the attention of a decoder layer, its attribute ``name``, until the ``with`` block ends."""
+def _converted(
+    layer: nn.Module, kind: Kind, config: object, index: int, made: ConvertedLayer
+) -> Iterator[None]:
+    """Replace the attention of a decoder layer by its conversion until the ``with`` block ends."""
+    name = kind.model.family.attention
     own = getattr(layer, name)
-    setattr(layer, name, attention)
+    setattr(layer, name, _attention(kind, config, index, made))
     try:
         yield
     finally:

@@ -173,14 +173,14 @@ def _has_plain_norms(grouped: GroupedQueryAttention) -> bool:
 
 def _read_norms(layer: MultiHeadLatentAttention, grouped: GroupedQueryAttention, form: LatentForm) -> None:
     """Replace the projections of ``layer`` by ones that normalize heads as ``grouped`` does."""
+    if form.q_lora_rank is not None:
+        raise NotImplementedError("q_lora_rank: expected null, as queries are normalized by head, got a rank")
 
     def parts(name: str) -> tuple[nn.Linear, nn.RMSNorm]:
         old, norm = getattr(grouped, f"{name}_proj"), getattr(grouped, f"{name}_norm")
         linear = nn.Linear(old.in_features, old.out_features, bias=old.bias is not None)
         return linear, nn.RMSNorm(norm.normalized_shape, eps=norm.eps)
 
-    if form.q_lora_rank is not None:
-        raise NotImplementedError("q_lora_rank: expected null, as queries are normalized by head, got a rank")
     layer.q_proj = NormedQueries(*parts("q"), form.qk_nope_head_dim + form.qk_rope_head_dim)
     layer.kv_a_proj_with_mqa = NormedKeys(
         *parts("k"), form.kv_lora_rank + form.qk_rope_head_dim, bias=form.bias

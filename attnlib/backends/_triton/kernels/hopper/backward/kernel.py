@@ -73,8 +73,8 @@ def backward(
     BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr, AFTER: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # used only if DQ_REGISTERS > 0
-    NEEDS_SCORE: gl.constexpr,
+    # Functions are used only if DQ_REGISTERS > 0.
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr, NEEDS_SCORE: gl.constexpr,
 ):  # fmt: skip
     """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and add to the fp32 sums of dq.
 

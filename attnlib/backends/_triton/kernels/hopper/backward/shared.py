@@ -30,8 +30,8 @@ class BackwardSizes(NamedTuple):
     ``AFTER``: the order in which programs add to dq: any (0), after the program of the next keys (1), or
         after the program of the previous keys (-1).
     ``SPARSE``: a mask function hides keys, and lists name the tiles that remain.
-    ``EARLY``: the derivative of a score function depends on the score. It is computed while the score is in
-        registers, and kept in 16 bits until the gradient of the probabilities is there.
+    ``NEEDS_SCORE``: the derivative of a score function depends on the score. It is computed while the score
+        is in registers, and kept in 16 bits until it multiplies the gradient of the probabilities.
     """
 
     D: gl.constexpr
@@ -48,7 +48,7 @@ class BackwardSizes(NamedTuple):
     DQ_WARPGROUP: gl.constexpr
     AFTER: gl.constexpr
     SPARSE: gl.constexpr = False
-    EARLY: gl.constexpr = False
+    NEEDS_SCORE: gl.constexpr = False
 
 
 class BackwardCall(NamedTuple):

@@ -135,8 +135,8 @@ def advance(
     modifiers = Modifiers(call.scale, call.softcap, slope)
     s, derivative = modify(s, modifiers, rows, columns, True)
     score = changed(s, modifiers, place, call.score_tensors, SCORE)
-    KEPT: gl.constexpr = sizes.EARLY or call.softcap is not None
-    if sizes.EARLY:
+    KEPT: gl.constexpr = sizes.NEEDS_SCORE or call.softcap is not None
+    if sizes.NEEDS_SCORE:
         one = gl.full([KEYS, BLOCK_M], 1.0, gl.float32, SCORES)
         derivative *= unchanged(one, s, modifiers, True, place, call.score_tensors, None, DERIVATIVE, None)
     if KEPT:
@@ -158,12 +158,12 @@ def advance(
     dp = warpgroup_mma_wait(1, deps=[dp])
     p = floats_of(p16)
     ds = p * dp
-    if not sizes.EARLY:
+    if not sizes.NEEDS_SCORE:
         ds = unchanged(ds, s, modifiers, p != 0.0, place, call.score_tensors, None, DERIVATIVE, None)
     if KEPT:
         derivative = floats_of(derivative)
     ds *= derivative
-    if sizes.EARLY:  # the derivative of a hidden pair may be infinite
+    if sizes.NEEDS_SCORE:  # the derivative of a hidden pair may be infinite
         ds = gl.where(p != 0.0, ds, 0.0)
     ds = halves_of(ds, dout)
     ds16 = gl.convert_layout(ds, P)
