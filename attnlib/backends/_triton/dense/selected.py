@@ -30,7 +30,8 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
 
     ``indices`` is the shape of the lists, ``[b, s, c, n]`` or packed ``[t, c, n]``.
     """
-    from ..kernels.selected import list_blocks, selected_forward
+    from ..kernels.selected.forward import selected_forward
+    from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = indices
     rows = x.h // max(planes, x.g)  # query heads that share a list and a KV head

@@ -1,51 +1,11 @@
-"""Attention over the keys that lists select: the visible blocks of each list, then a forward over them."""
+"""The forward over the keys that lists select."""
 
 import triton
 import triton.language as tl
 
-from .band import KeyBand, bounds, key_range, origin_of, visible
-from .scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_softmax, placed, unit_behind
-from .tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def list_blocks(
-    selected_ptr, lists_ptr,
-    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # any of these may be None
-    batch, s, t, planes, slots, left, right, prefix,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
-
-    The ``planes`` lists of a query follow each other, as in ``selected`` ``[b, s, c, n]``. A block stays if
-    the band shows some of its keys. One program compares the ``BLOCK_M`` entries of a list, ``BLOCK_N`` at a
-    time, with the entries before them.
-    """
-    pid = tl.program_id(0)
-    work = locate(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
-    if work.start >= work.rows:
-        return
-    keys, origin = work.others, origin_of(origin_ptr, work.sequence, batch)
-    start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, keys)
-    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    i = keys - work.rows + work.start
-    low, high, _, _ = key_range(i, i + 1, band)
-
-    row = (work.plane * s + work.row + work.start) * planes + pid % planes
-    m, entries = tl.arange(0, BLOCK_M), selected_ptr + row * slots
-    entry = tl.load(entries + m, mask=m < slots, other=-1)
-    stays = (entry >= 0) & (low < high) & (m < slots)
-    stays = stays & (entry >= (low + origin.key) // BLOCK_SIZE)
-    stays = stays & (entry <= (high - 1 + origin.key) // BLOCK_SIZE)
-    for at in range(0, slots, BLOCK_N):
-        n = at + tl.arange(0, BLOCK_N)
-        other = tl.load(entries + n, mask=n < slots, other=-1)
-        is_earlier = (other[None, :] == entry[:, None]) & (n[None, :] < m[:, None])
-        stays = stays & (tl.max(is_earlier.to(tl.int32), 1) == 0)
-    count = stays.to(tl.int32)
-    list_ptr = lists_ptr + row * (slots + 1)
-    tl.store(list_ptr + tl.cumsum(count, 0), entry, mask=stays)
-    tl.store(list_ptr, tl.sum(count, 0))
+from ..band import KeyBand, bounds, origin_of, visible
+from ..scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_softmax, placed, unit_behind
+from ..tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
 
 
 @triton.jit(do_not_specialize=COUNTS)

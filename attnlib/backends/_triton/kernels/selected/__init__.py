@@ -1,0 +1,1 @@
+"""The kernels over lists of selected keys: ``lists.py`` keeps the visible entries, ``forward.py`` attends."""
