@@ -10,7 +10,7 @@ from helpers import Problem, assert_close, assert_lse, eager, make_options
 from kernel_helpers import DEVICE
 from torch import Tensor
 
-from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
+from attnlib import CAUSAL, KVLayout, KVView, Mask, ScoreFunction, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
 from attnlib.backends._triton.decode import operators as cached
 from attnlib.backends._triton.decode import tables as decode_tables
@@ -21,6 +21,7 @@ from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import checked
 from attnlib.dispatch.storage import new_schedule, update_schedule
+from attnlib.scores import Score
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
 GARBAGE = torch.tensor([2**31 - 1, -1, -(2**31), 2147480000, -123456, 1 << 20], dtype=torch.int32)
@@ -247,8 +248,10 @@ def plan_for(
     plan_cache.cache_clear()
 
 
-def kernel(call: Call) -> str:
+def kernel(call: Call, score: ScoreFunction | None = None) -> str:
     """The name of the kernel that runs a call, and its rows of queries."""
-    asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
+    asked = checked(
+        Attention(call.q.to(DEVICE), call.mask, Score(function=score), kv=call.scheduled().stored.view)
+    )
     plan = cached.decode_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
     return f"{plan.decode.kernel.__name__} {plan.decode.arguments['BLOCK_M']}"

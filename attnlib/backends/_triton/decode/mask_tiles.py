@@ -15,7 +15,10 @@ class OverCache:
     """
 
     def __init__(self, x: DecodeShapes):
+        # A block of rows in a dedicated kernel reads one row of states.
+        own = x.hopper is not None
         queries = min(tables.GRAIN, 1 << (x.mean - 1).bit_length())
+        queries = max(1, x.tiles.block_m // x.group) if own else queries
         planes = x.h if "h" in Program(x.a.mask_program).read else 1
         columns, room = (-(-x.max_tokens // n) for n in (tables.GRAIN, x.tiles.block_n))
         self.arguments = {
@@ -25,7 +28,8 @@ class OverCache:
         arguments = x.arguments() | self.arguments
         kernel, programs, config = classify((rows, columns), queries, tables.GRAIN)
         self.launch = Launch(kernel, programs, arguments | {"t": arguments["limit"]}, config)
-        self.states, self.runs = rows * columns, x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
+        self.states = rows * columns
+        self.runs = 0 if own else x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
 
 
 def _blocks(x: DecodeShapes, rows: int, block: int) -> int:

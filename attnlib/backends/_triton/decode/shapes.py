@@ -2,6 +2,7 @@
 
 from ....call.spec import arch_of
 from ....internal.checks import INT32
+from ....tracing.program import Program
 from ...operators import result_dtype
 from ..functions.programs import bounds, functions
 from ..launching import layouts
@@ -31,12 +32,14 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and a.mask_program is a.score_program is None
+        takes = key.hopper and (a.mask_program is a.score_program is None or a.v is None)
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
         # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
         # values, it loads the scales of 8 KV heads, because a program decodes up to 8 of them together.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
+        if self.hopper and a.mask_program and not self._is_aligned():
+            self.hopper = None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
@@ -59,6 +62,11 @@ class DecodeShapes:
         if self.packed and not self.scheduled:
             self.blocks = 1  # the blocks of all sequences are numbered consecutively
         self._count(processors)
+
+    def _is_aligned(self) -> bool:
+        """Return True if all rows of a block have the same rows of states of a mask function's tiles."""
+        rows = self.hopper.block_m
+        return "h" not in Program(self.a.mask_program).read and 0 in (rows % self.group, self.group % rows)
 
     def _count(self, processors: int) -> None:
         """Count the programs of the grid, and the rows of the buffer for partial results."""

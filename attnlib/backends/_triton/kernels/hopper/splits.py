@@ -15,7 +15,10 @@ MOVED: gl.constexpr = gl.constexpr(8.0)
 
 
 class DecodeCall(NamedTuple):
-    """The parameters of a decode kernel. Page ``n`` of the cache begins at row ``n * page_rows``."""
+    """The parameters of a decode kernel. Page ``n`` of the cache begins at row ``n * page_rows``.
+
+    ``mask_tensors`` and ``score_tensors`` are the tensors that mask and score functions read.
+    """
 
     table_ptr: gl.tensor
     slopes_ptr: gl.tensor
@@ -32,6 +35,8 @@ class DecodeCall(NamedTuple):
     prefix: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
+    mask_tensors: gl.tuple = None
+    score_tensors: gl.tuple = None
 
 
 class QueryRows(NamedTuple):

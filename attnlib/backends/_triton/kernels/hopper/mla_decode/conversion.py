@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..primitives import async_load, barrier_sync, reinterpret
 from ..splits import TOKENS, entry_of
 from .shared import HALF, TAIL, first_entry, row_of, tiles_of
+from .states import next_loaded
 
 WORDS: gl.constexpr = gl.constexpr(32)  # words of four bytes in a quarter of the channels
 # Each thread converts 16 bytes to 32, so four threads write a line of 128 bytes. Eight threads write two
@@ -71,22 +72,23 @@ def mark_full(full):
 
 @gluon.jit
 def convert(
-    k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, THREADS: gl.constexpr,
+    k_ptr, k_scale_ptr, tail_desc, split, states, call, shared, PAGE: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warps: convert each half of a tile as soon as its slot becomes free.
 
     While one half of a tile is converted, the next half is being loaded.
     """
     STORED: gl.constexpr = k_ptr.dtype.element_ty
-    first, tiles = tiles_of(split)
+    tile, tiles = tiles_of(split, states)
     tiles = gl.cdiv(tiles, 2) * 2  # make the number even; the last tile may be loaded twice
-    entry = first_entry(first, split, call, PAGE)
-    row = row_of(entry, first * TOKENS, split, call, PAGE)
+    entry = first_entry(tile, split, call, PAGE)
+    row = row_of(entry, tile * TOKENS, split, call, PAGE)
     rows = rows_from(row, call)
     a, b, scale = load_bytes(k_ptr, rows, 0), load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
     for t in range(tiles):
-        slot, n = t % 2, (first + t + 1) * TOKENS
+        slot, tile = t % 2, next_loaded(tile, states)
+        n = tile * TOKENS
         entry = entry_of(n, split, call, PAGE)
         if t >= 2:
             barrier_sync(LEFT + slot, THREADS)

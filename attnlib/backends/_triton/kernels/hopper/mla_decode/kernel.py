@@ -19,16 +19,18 @@ from .rows_16_int8_fp8 import allocate_rows_16_int8_fp8, decode_rows_16_int8_fp8
 from .rows_64 import LEFT, RIGHT, WITH_LOADERS, WITH_PRODUCER, allocate_rows_64
 from .rows_64 import consume as consume_rows_64
 from .rows_64 import produce as produce_rows_64
+from .states import TileStates, states_of
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_mla(
     q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr,
-    sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, scale_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
-    schedule_offset, limit, left, right, prefix, scale, softcap,
+    sinks_ptr, origin_ptr, schedule_ptr, states_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc,
+    scale_desc, mask_tensors, score_tensors, stride_qb, stride_qs, stride_qh, stride_kp, stride_kt,
+    stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, pages, batch, group,
+    s, slots, long, long_splits, lines, schedule_offset, limit, columns, left, right, prefix, scale, softcap,
     SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr,
+    GRAIN_M: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """Write the output ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or partial results of splits.
 
@@ -54,20 +56,31 @@ def decode_mla(
     call = DecodeCall(
         table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+        mask_tensors, score_tensors,
     )  # fmt: skip
     queries = QueryRows(q_ptr, stride_qb, stride_qs, stride_qh)
     results = DecodeOutputs(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
+    states = TileStates(None, split.low, split.high)
+    if states_ptr is not None:
+        PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
+        states = states_of(states_ptr, columns, work, split, call, s, GRAIN_M, PACKED)
     # Inline, unlike the branches below: moving this branch into a device function changes its machine code.
     if BLOCK_M == 64:
         if k_scale_ptr is None:
             gl.warp_specialize(
                 [
-                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_PRODUCER)),
-                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_PRODUCER)),
-                    (produce_rows_64, (k_desc, tail_desc, split, call, shared, PAGE)),
+                    (
+                        consume_rows_64,
+                        (0, queries, split, states, call, results, shared, WITH_PRODUCER, MASK, SCORE),
+                    ),
+                    (
+                        consume_rows_64,
+                        (1, queries, split, states, call, results, shared, WITH_PRODUCER, MASK, SCORE),
+                    ),
+                    (produce_rows_64, (k_desc, tail_desc, split, states, call, shared, PAGE)),
                 ],
                 [4, 1],
                 [240, 24],
@@ -75,11 +88,29 @@ def decode_mla(
         else:
             gl.warp_specialize(
                 [
-                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_LOADERS)),
-                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_LOADERS)),
+                    (
+                        consume_rows_64,
+                        (0, queries, split, states, call, results, shared, WITH_LOADERS, MASK, SCORE),
+                    ),
+                    (
+                        consume_rows_64,
+                        (1, queries, split, states, call, results, shared, WITH_LOADERS, MASK, SCORE),
+                    ),
                     (
                         convert,
-                        (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS),
+                        (
+                            k_ptr,
+                            k_scale_ptr,
+                            tail_desc,
+                            split,
+                            states,
+                            call,
+                            shared,
+                            PAGE,
+                            LEFT,
+                            RIGHT,
+                            WITH_LOADERS,
+                        ),
                     ),
                 ],
                 [4, 4],
@@ -88,7 +119,8 @@ def decode_mla(
     elif CONVERTED:
         STORED: gl.constexpr = k_ptr.dtype.element_ty
         decode_rows_16_int8_fp8(
-            k_desc, tail_desc, scale_desc, queries, split, call, results, shared, STORED, PAGE
-        )
+            k_desc, tail_desc, scale_desc, queries, split, states, call, results, shared, STORED, PAGE,
+            MASK, SCORE,
+        )  # fmt: skip
     else:
-        decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE)
+        decode_rows_16(k_desc, tail_desc, queries, split, states, call, results, shared, PAGE, MASK, SCORE)

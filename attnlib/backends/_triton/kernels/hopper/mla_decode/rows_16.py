@@ -18,24 +18,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import KeyBand, origin_of
-from ...scores import Modifiers, load_slope
+from ...band import KeyBand
+from ...scores import Modifiers
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
 from ..splits import TOKENS, BothHalvesSums, entry_of
 from .results import in_fp32, join_and_store
 from .shared import (
     HALF,
     TAIL,
+    Scoring,
     clear_others,
     first_entry,
+    indices_of,
+    is_cut,
     load_half,
     load_last_half,
     load_queries,
     numbers,
     row_of,
+    slope_of,
     softmax,
     tiles_of,
 )
+from .states import visible_tile
 
 ROWS: gl.constexpr = gl.constexpr(16)
 # The register layout of scores and output sums.
@@ -67,14 +72,15 @@ class Rows16Shared(NamedTuple):
 
 
 @gluon.jit
-def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
+def produce(k_desc, tail_desc, split, states, call, shared, PAGE: gl.constexpr):
     """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
-    first, tiles = tiles_of(split)
-    entry = first_entry(first, split, call, PAGE)
+    tile, tiles = tiles_of(split, states)
+    entry = first_entry(tile, split, call, PAGE)
     for t in range(tiles):
-        slot, n = t % 2, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
-        entry = entry_of(n + TOKENS, split, call, PAGE)
+        slot = t % 2
+        row = row_of(entry, tile * TOKENS, split, call, PAGE)
+        tile = visible_tile(tile + 1, states)
+        entry = entry_of(tile * TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
         left, right, tail = shared.left.index(slot), shared.right.index(slot), shared.tail.index(slot)
@@ -99,9 +105,9 @@ def scores(number: gl.constexpr, zero, shared, phase):
 
 
 @gluon.jit
-def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, shared):
-    """Add the tile that begins at token ``n`` to the running softmax sums."""
-    p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 0)
+def add_tile(number: gl.constexpr, state, softmaxed, n, split, shared):
+    """Add the tile that begins at token ``n`` to the running sums, given the results of its softmax."""
+    p, m_i, factor = softmaxed
     weights, factor = shared.p.index(number), factor[None, :]
     weights.store(p.to(shared.p.dtype))
     fence_async_shared()
@@ -117,7 +123,10 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, shared):
+def consume(
+    number: gl.constexpr, queries, split, states, call, results, shared,
+    MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Run consumer ``number``: compute attention over every other tile, beginning with tile ``number``.
 
     At the end, the two consumers join their sums, and each writes half of the channels.
@@ -131,26 +140,25 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
     fence_async_shared()
     barrier_sync(BOTH, CONSUMERS)
 
-    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
-    origin = origin_of(call.origin_ptr, known, call.batch)
-    band = KeyBand(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
-    i = split.length - split.count + r // call.group
-    slope = None
-    if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
-    modifiers = Modifiers(call.scale, call.softcap, slope)
-
+    rows = indices_of(r, split, call)
+    offset = rows.origin.query - rows.origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, rows.origin.key)
+    slope = None if call.slopes_ptr is None else slope_of(rows, call, 0)
+    scoring = Scoring(rows, band, Modifiers(call.scale, call.softcap, slope))
     zero, nothing = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), gl.zeros([HALF, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
     state = BothHalvesSums(nothing, nothing, zero, least)
-    first, tiles = tiles_of(split)
+    tile, tiles = tiles_of(split, states)
+    if number == 1:
+        tile = visible_tile(tile + 1, states)
     for t in range(number, tiles, 2):
+        n, cut = tile * TOKENS, is_cut(tile * TOKENS, split, states)
         s = scores(number, zero, shared, (t // 2) & 1)
-        state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
+        softmaxed = softmax(s, state.m_i, n, cut, scoring, call, 0, MASK, SCORE)
+        state = add_tile(number, state, softmaxed, n, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
+        tile = visible_tile(visible_tile(tile + 1, states) + 1, states)
 
     gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
     # Each consumer gives away half of its own ring slot, which no load will overwrite.
@@ -171,13 +179,16 @@ def allocate_rows_16(dtype: gl.constexpr):
 
 
 @gluon.jit
-def decode_rows_16(k_desc, tail_desc, queries, split, call, results, shared, PAGE: gl.constexpr):
+def decode_rows_16(
+    k_desc, tail_desc, queries, split, states, call, results, shared,
+    PAGE: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Run two consumer warpgroups and a producer warp (warp specialization)."""
     gl.warp_specialize(
         [
-            (consume, (0, queries, split, call, results, shared)),
-            (consume, (1, queries, split, call, results, shared)),
-            (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
+            (consume, (0, queries, split, states, call, results, shared, MASK, SCORE)),
+            (consume, (1, queries, split, states, call, results, shared, MASK, SCORE)),
+            (produce, (k_desc, tail_desc, split, states, call, shared, PAGE)),
         ],
         [4, 1],
         [240, 24],

@@ -17,14 +17,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import KeyBand, origin_of
-from ...scores import Modifiers, load_slope, unit_of
+from ...band import KeyBand
+from ...scores import Modifiers, unit_behind
 from ...stored_bytes import both_factors, halved, in_range, split_scale
 from ...tile import ChannelBlocks
 from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
 from ..splits import TOKENS, BothHalvesSums, entry_of, weighed
 from .results import in_fp32, join_and_store
-from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
+from .shared import (
+    HALF,
+    TAIL,
+    Scoring,
+    clear_others,
+    first_entry,
+    indices_of,
+    is_cut,
+    load_queries,
+    numbers,
+    row_of,
+    scored,
+    slope_of,
+    tiles_of,
+)
+from .states import visible_tile
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -70,14 +85,15 @@ class ChunkSums(NamedTuple):
 
 
 @gluon.jit
-def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
+def produce(k_desc, tail_desc, scale_desc, split, states, call, shared, PAGE: gl.constexpr):
     """Run the producer warp: load each tile of the split as soon as a ring slot becomes free."""
-    first, tiles = tiles_of(split)
-    entry = first_entry(first, split, call, PAGE)
+    tile, tiles = tiles_of(split, states)
+    entry = first_entry(tile, split, call, PAGE)
     for t in range(tiles):
-        slot, n = t % SLOTS, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
-        entry = entry_of(n + TOKENS, split, call, PAGE)
+        slot = t % SLOTS
+        row = row_of(entry, tile * TOKENS, split, call, PAGE)
+        tile = visible_tile(tile + 1, states)
+        entry = entry_of(tile * TOKENS, split, call, PAGE)
         if t >= SLOTS:
             barrier_sync(FIRST + slot, WITH_PRODUCER)
         full = shared.full.index(slot)
@@ -138,7 +154,10 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
+def add_tile(
+    number: gl.constexpr, state, slot, n, cut, scoring, split, call, shared,
+    STORED: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Add the tile that begins at token ``n`` to the running softmax sums.
 
     The scale of tokens outside the split is set to 0, since it may be arbitrary data.
@@ -148,8 +167,8 @@ def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, sh
     scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)
     scale = gl.where((j >= split.begin) & (j < split.end), scale, 0.0)
     exponent, inverse, rest = split_scale(scale)
-    s = scored(scores(slot, scale, shared, STORED), n, i, modifiers, band, split, 0)
-    p, m_i, factor = weighed(s * unit_of(modifiers) + exponent, state.m_i, 1.0, 0)
+    s = scored(scores(slot, scale, shared, STORED), n, cut, scoring, call, 0, MASK, SCORE)
+    p, m_i, factor = weighed(s * unit_behind(scoring.modifiers, SCORE) + exponent, state.m_i, 1.0, 0)
     weights, factor = shared.p.index(number), factor[None, :]
     weights.store((p * rest).to(shared.p.dtype))
     fence_async_shared()
@@ -170,33 +189,33 @@ def in_order(even, odd):
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, shared, STORED: gl.constexpr):
+def consume(
+    number: gl.constexpr, queries, split, states, call, results, shared,
+    STORED: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Run consumer ``number``: compute attention over every other tile, beginning with tile ``number``.
 
     At the end, the two consumers join their sums, and each writes half of the channels.
     """
     gain = load_in_range(number, queries, split, call, shared)
-    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
-    origin = origin_of(call.origin_ptr, known, call.batch)
-    band = KeyBand(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
-    i = split.length - split.count + r // call.group
-    slope = None
-    if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
-    modifiers = Modifiers((call.scale * gain)[None, :], call.softcap, slope)
-
+    rows = indices_of(r, split, call)
+    offset = rows.origin.query - rows.origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, rows.origin.key)
+    slope = None if call.slopes_ptr is None else slope_of(rows, call, 0)
+    scoring = Scoring(rows, band, Modifiers((call.scale * gain)[None, :], call.softcap, slope))
     none = gl.zeros([CHUNK, ROWS], gl.float32, SUMS)
     least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
     state = ChunkSums((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
-    first, tiles = tiles_of(split)
+    tile, tiles = tiles_of(split, states)
+    if number == 1:
+        tile = visible_tile(tile + 1, states)
     for t in range(number, tiles, 2):
-        slot = t % SLOTS
+        slot, n, cut = t % SLOTS, tile * TOKENS, is_cut(tile * TOKENS, split, states)
         mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
-        state = add_tile(number, state, slot, (first + t) * TOKENS, i, modifiers, band, split, shared, STORED)
+        state = add_tile(number, state, slot, n, cut, scoring, split, call, shared, STORED, MASK, SCORE)
         barrier_arrive(FIRST + slot, WITH_PRODUCER)
+        tile = visible_tile(visible_tile(tile + 1, states) + 1, states)
 
     gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
     given = in_fp32(shared.pairs.index(number), ROWS)  # one of this consumer's ring slots
@@ -218,15 +237,15 @@ def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
 
 @gluon.jit
 def decode_rows_16_int8_fp8(
-    k_desc, tail_desc, scale_desc, queries, split, call, results, shared,
-    STORED: gl.constexpr, PAGE: gl.constexpr,
+    k_desc, tail_desc, scale_desc, queries, split, states, call, results, shared,
+    STORED: gl.constexpr, PAGE: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """Run two consumer warpgroups and a producer warp (warp specialization)."""
     gl.warp_specialize(
         [
-            (consume, (0, queries, split, call, results, shared, STORED)),
-            (consume, (1, queries, split, call, results, shared, STORED)),
-            (produce, (k_desc, tail_desc, scale_desc, split, call, shared, PAGE)),
+            (consume, (0, queries, split, states, call, results, shared, STORED, MASK, SCORE)),
+            (consume, (1, queries, split, states, call, results, shared, STORED, MASK, SCORE)),
+            (produce, (k_desc, tail_desc, scale_desc, split, states, call, shared, PAGE)),
         ],
         [4, 1],
         [240, 24],

@@ -17,24 +17,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ...band import KeyBand, origin_of, sees_any
-from ...scores import Modifiers, load_slope
+from ...band import KeyBand, sees_any
+from ...scores import Modifiers
 from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
 from ..splits import TOKENS, entry_of
 from .results import in_fp32, share_of, store_half, store_lse, with_sink
 from .shared import (
     HALF,
     TAIL,
+    Scoring,
     clear_others,
     first_entry,
+    indices_of,
+    is_cut,
     load_half,
     load_last_half,
     load_queries,
     numbers,
     row_of,
+    slope_of,
     softmax,
     tiles_of,
 )
+from .states import next_loaded, visible_tile
 
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -81,15 +86,16 @@ class OneHalfSums(NamedTuple):
 
 
 @gluon.jit
-def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
+def produce(k_desc, tail_desc, split, states, call, shared, PAGE: gl.constexpr):
     """Run the producer warp: load tiles in pairs, each half of a tile as soon as its memory is free."""
-    first, tiles = tiles_of(split)
+    tile, tiles = tiles_of(split, states)
     tiles = gl.cdiv(tiles, 2) * 2  # make the number even; the last tile may be loaded twice
-    entry = first_entry(first, split, call, PAGE)
+    entry = first_entry(tile, split, call, PAGE)
     for t in range(tiles):
-        slot, n = t % 2, (first + t) * TOKENS
-        row = row_of(entry, n, split, call, PAGE)
-        entry = entry_of(n + TOKENS, split, call, PAGE)
+        slot = t % 2
+        row = row_of(entry, tile * TOKENS, split, call, PAGE)
+        tile = next_loaded(tile, states)
+        entry = entry_of(tile * TOKENS, split, call, PAGE)
         if t >= 2:
             barrier_sync(LEFT + slot, WITH_PRODUCER)
         load_half(k_desc, row, 0, shared.left.index(slot), shared.left_full.index(slot))
@@ -157,7 +163,10 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS: gl.constexpr):
+def consume(
+    number: gl.constexpr, queries, split, states, call, results, shared,
+    THREADS: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Run consumer ``number``: compute attention for half of the channels, and write the results.
 
     Consumer 0 computes the probabilities of even tiles, consumer 1 those of odd tiles.
@@ -169,33 +178,29 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     fence_async_shared()
     barrier_sync(BOTH, CONSUMERS)
 
-    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
-    origin = origin_of(call.origin_ptr, known, call.batch)
-    band = KeyBand(
-        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
-    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    i = split.length - split.count + r // call.group
-    slope = None
-    if call.slopes_ptr is not None:
-        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[:, None]
-    modifiers = Modifiers(call.scale, call.softcap, slope)
-
+    rows = indices_of(r, split, call)
+    offset = rows.origin.query - rows.origin.key
+    band = KeyBand(split.begin, split.end, call.left, call.right, call.prefix, offset, rows.origin.key)
+    slope = None if call.slopes_ptr is None else slope_of(rows, call, 1)
+    scoring = Scoring(rows, band, Modifiers(call.scale, call.softcap, slope))
     zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     state = OneHalfSums(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
-    first, tiles = tiles_of(split)
+    tile, tiles = tiles_of(split, states)
     for pair in range(gl.cdiv(tiles, 2)):
-        n, phase = (first + 2 * pair) * TOKENS, pair & 1
+        second = visible_tile(tile + 1, states)
+        n, n_second, phase = tile * TOKENS, second * TOKENS, pair & 1
+        cut = is_cut(n if number == 0 else n_second, split, states)
         s = scores(number, tail, zero, shared, phase)
         if number == 0:
             s = warpgroup_mma_wait(0, deps=[s])
-            p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 1)
+            p, m_i, factor = softmax(s, state.m_i, n, cut, scoring, call, 1, MASK, SCORE)
             hand_over(0, p.to(shared.p.dtype), m_i, shared)
             state = add_own(0, state, p, m_i, factor, n, split, shared)
             barrier_arrive(LEFT, THREADS)
             mbarrier.wait(shared.left_full.index(1), phase)
-            state = begin_other(0, state, n + TOKENS, split, shared)
+            state = begin_other(0, state, n_second, split, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(LEFT + 1, THREADS)
             state = OneHalfSums(acc, state.l_i, state.m_i)
@@ -203,14 +208,15 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
             mbarrier.wait(shared.right_full.index(0), phase)
             state = begin_other(1, state, n, split, shared)
             s = warpgroup_mma_wait(1, deps=[s])
-            p, m_i, factor = softmax(s, state.m_i, n + TOKENS, i, modifiers, band, split, 1)
+            p, m_i, factor = softmax(s, state.m_i, n_second, cut, scoring, call, 1, MASK, SCORE)
             hand_over(1, p.to(shared.p.dtype), m_i, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(RIGHT, THREADS)
             state = add_own(
-                1, OneHalfSums(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared
+                1, OneHalfSums(acc, state.l_i, state.m_i), p, m_i, factor, n_second, split, shared
             )
             barrier_arrive(RIGHT + 1, THREADS)
+        tile = visible_tile(second + 1, states)
 
     gdc_launch_dependents()  # if started earlier, the next kernel would crowd SMs that have no work
     shared.m.index(2 + number).store(state.l_i)
@@ -221,7 +227,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
     l_i = gl.where(l_i == 0.0, 1.0, l_i)
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)
-    share = gl.convert_layout(gl.where(sees_any(i, band), keeps / l_i, 0.0), gl.SliceLayout(1, SUMS))
+    share = gl.convert_layout(gl.where(sees_any(rows.i, band), keeps / l_i, 0.0), gl.SliceLayout(1, SUMS))
     half = in_fp32(shared.left if number == 0 else shared.right, ROWS)
     half.store(share_of(state.acc, share, 1))
     store_half(half, number * HALF, split, call, results)

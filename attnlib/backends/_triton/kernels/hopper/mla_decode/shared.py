@@ -1,23 +1,33 @@
 """Common code of the MLA decode kernels: load tiles of 64 tokens, load queries, compute softmax."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...band import visible
-from ...scores import modify, unit_of
+from ...band import ChunkOrigin, KeyBand, origin_of, visible
+from ...mask_tiles import WHOLE
+from ...scores import Modifiers, changed, load_slope, modify, placed, unit_behind
 from ..primitives import async_load, opaque
 from ..splits import TOKENS, entry_of, weighed
+from .states import state_of, visible_tile
 
 HALF: gl.constexpr = gl.constexpr(256)  # channels in half of a latent
 TAIL: gl.constexpr = gl.constexpr(64)  # rotary channels
 
 
 @gluon.jit
-def tiles_of(split):
-    """Return the index of the first tile of a split, and the number of tiles."""
+def tiles_of(split, states):
+    """Return the index of the first tile of a split, and the number of tiles.
+
+    Tiles that a mask function hides do not count.
+    """
     first = split.low // TOKENS
-    return first, gl.maximum(gl.cdiv(split.high, TOKENS) - first, 0)
+    if states.ptr is None:
+        return first, gl.maximum(gl.cdiv(split.high, TOKENS) - first, 0)
+    else:
+        return visible_tile(first, states), states.count
 
 
 @gluon.jit
@@ -91,23 +101,73 @@ def clear_others(values, n, split):
         fence_async_shared()
 
 
+class RowIndices(NamedTuple):
+    """The query ``i`` and head of query rows, and their sequence, whose first query is ``first``."""
+
+    i: gl.tensor
+    head: gl.tensor
+    sequence: gl.tensor
+    first: gl.tensor
+    origin: ChunkOrigin
+
+
+class Scoring(NamedTuple):
+    """The inputs of scores besides products of queries and keys."""
+
+    rows: RowIndices
+    band: KeyBand
+    modifiers: Modifiers
+
+
 @gluon.jit
-def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
+def indices_of(r, split, call):
+    """Return the indices of the query rows ``r`` of a split."""
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    first, origin = split.length - split.count, origin_of(call.origin_ptr, known, call.batch)
+    return RowIndices(first + r // call.group, r % call.group, known, first, origin)
+
+
+@gluon.jit
+def slope_of(rows, call, AXIS: gl.constexpr):
+    """Return the ALiBi slopes of query rows, which lie along dimension ``1 - AXIS``."""
+    slope = load_slope(call.slopes_ptr, call.stride_slopes, rows.sequence, rows.head, call.batch)
+    return gl.expand_dims(slope, AXIS)
+
+
+@gluon.jit
+def is_cut(n, split, states):
+    """Return True if the tile that begins at token ``n`` has pairs that a band or mask function hides."""
+    cut = (n < split.all_low) | (n + TOKENS > split.all_high)
+    if states.ptr is not None:
+        cut |= state_of(n // TOKENS, states) != WHOLE
+    return cut
+
+
+@gluon.jit
+def scored(s, n, cut, scoring, call, AXIS: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr):
     """Apply score options and the mask to the products of queries and the tile that begins at token ``n``.
 
-    Tokens lie along dimension ``AXIS`` of ``s``. The scores of hidden tokens become -inf.
+    Tokens lie along dimension ``AXIS`` of ``s``. If the tile is ``cut``, scores of hidden tokens become -inf.
     """
+    rows, band, modifiers = scoring.rows, scoring.band, scoring.modifiers
+    i, head = gl.expand_dims(rows.i, AXIS), gl.expand_dims(rows.head, AXIS)
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
-    s, _ = modify(s, modifiers, gl.expand_dims(i + band.offset, AXIS), j)
-    if (n < split.all_low) | (n + TOKENS > split.all_high):
-        s = opaque(gl.where(visible(gl.expand_dims(i, AXIS), j, band), s, float("-inf")))
+    at = placed(rows.origin, rows.sequence, head, i, j, rows.first)
+    s, _ = modify(s, modifiers, i + band.offset, j)
+    s = changed(s, modifiers, at, call.score_tensors, SCORE)
+    if cut:
+        seen = visible(i, j, band)
+        if MASK is not None:
+            seen = seen & MASK(at.b, at.h, at.i, at.j, at.first, call.mask_tensors)
+        s = opaque(gl.where(seen, s, float("-inf")))
     return s
 
 
 @gluon.jit
-def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
+def softmax(s, m_i, n, cut, scoring, call, AXIS: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr):
     """Return a tile's probabilities, the new maximum and the factor for earlier sums; see :func:`weighed`."""
-    return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
+    s = scored(s, n, cut, scoring, call, AXIS, MASK, SCORE)
+    return weighed(s, m_i, unit_behind(scoring.modifiers, SCORE), AXIS)
 
 
 @gluon.jit
