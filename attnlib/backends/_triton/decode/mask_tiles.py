@@ -6,6 +6,8 @@ from ..launching.tiles import classify
 from . import tables
 from .shapes import DecodeShapes
 
+FILL = 16  # programs on each multiprocessor that classify tiles
+
 
 class OverCache:
     """The launch that classifies the tiles of a mask function over a cache, and the sizes of two buffers.
@@ -26,8 +28,8 @@ class OverCache:
         }  # fmt: skip
         rows = planes * _blocks(x, x.s, queries)
         arguments = x.arguments() | self.arguments
-        kernel, programs, config = classify((rows, columns), queries, tables.GRAIN)
-        self.launch = Launch(kernel, programs, arguments | {"t": arguments["limit"]}, config)
+        kernel, programs, config, more = classify((rows, columns), queries, tables.GRAIN, FILL * x.processors)
+        self.launch = Launch(kernel, programs, arguments | {"t": arguments["limit"]} | more, config)
         self.states = rows * columns
         self.runs = 0 if own else x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
 

@@ -46,7 +46,7 @@ class DecodeShapes:
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries per sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
-        processors = layouts.processors(key.device)
+        self.processors = processors = layouts.processors(key.device)
         programs = self.g // self.heads * self.blocks  # programs per split
         self.sparse = a.mask_program is not None and not a.split_size
         self.halvings = (

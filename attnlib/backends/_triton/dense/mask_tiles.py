@@ -27,8 +27,8 @@ def states(x: DenseShapes) -> Launch:
     """Return the launch that classifies tiles, or bounds those of a tree; it writes a tensor ``x.states``."""
     if x.tree is not None:
         return _bounds(x, x.tree)
-    kernel, programs, config = classify(x.states, tables.GRAIN, tables.GRAIN)
-    return x.launch(kernel, programs, config, _counts(x, *x.states[:2]))
+    kernel, programs, config, more = classify(x.states, tables.GRAIN, tables.GRAIN)
+    return x.launch(kernel, programs, config, _counts(x, *x.states[:2]) | more)
 
 
 def _bounds(x: DenseShapes, tree: TreeTensors) -> Launch:

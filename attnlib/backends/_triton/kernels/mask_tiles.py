@@ -75,22 +75,21 @@ def entry(tiles, n, CUT: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
     states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # all but states may be None
-    mask_tensors, batch, planes, s, t, columns, left, right, prefix,
+    mask_tensors, batch, planes, s, t, columns, chunks, left, right, prefix,
     BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Write the state of each tile of queries and keys: hidden, partial or full.
 
     States are int8 ``[b, h, tile rows, columns]``. ``planes`` is 1 if all heads have the same mask,
     otherwise the number of heads. Pairs past the last query or key are ignored. For a cache, ``lengths``
-    holds the number of keys of each sequence, at most ``t``.
+    holds the number of keys of each sequence, at most ``t``. ``chunks`` programs share a row of tiles.
     """
-    chunks = tl.cdiv(columns, EACH)
-    pid, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * EACH
+    pid = tl.program_id(0) // chunks
     work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, BLOCK_M, False)
     keys, rows = work.others, work.rows
     if lengths_ptr is not None:
         keys = tl.minimum(tl.load(lengths_ptr + work.sequence, mask=work.sequence < batch, other=0), t)
-    if (work.start >= rows) | (first * GRAIN >= keys):
+    if work.start >= rows:
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
     band = KeyBand(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
@@ -99,16 +98,18 @@ def classify_tiles(
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     row = (work.plane * planes + work.head) * lines_of(s, batch, BLOCK_M, PACKED)
     row += slot_of(work.row, work.sequence, work.start, BLOCK_M, PACKED)
-    i, j = (i0 + tl.arange(0, BLOCK_M))[:, None], (first * GRAIN + tl.arange(0, EACH * GRAIN))[None, :]
-    m, state = first + tl.arange(0, EACH), tl.full([EACH], HIDDEN, tl.int32)
-    if (first * GRAIN < high) & ((first + EACH) * GRAIN > low):
-        place = placed(origin, work.sequence, work.head, i, j, keys - rows)
-        seen = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
-        counts = tl.sum(tl.where(seen & (i < keys) & (j < keys), 1, 0), 0)
-        count = tl.sum(counts.reshape(EACH, GRAIN), 1)
-        pairs = tl.minimum(BLOCK_M, keys - i0) * tl.minimum(GRAIN, keys - m * GRAIN)
-        state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
-    tl.store(states_ptr + row * columns + m, state.to(tl.int8), mask=m < columns)
+    i = (i0 + tl.arange(0, BLOCK_M))[:, None]
+    for first in range(tl.program_id(0) % chunks * EACH, tl.cdiv(keys, GRAIN), chunks * EACH):
+        j = (first * GRAIN + tl.arange(0, EACH * GRAIN))[None, :]
+        m, state = first + tl.arange(0, EACH), tl.full([EACH], HIDDEN, tl.int32)
+        if (first * GRAIN < high) & ((first + EACH) * GRAIN > low):
+            place = placed(origin, work.sequence, work.head, i, j, keys - rows)
+            seen = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+            counts = tl.sum(tl.where(seen & (i < keys) & (j < keys), 1, 0), 0)
+            count = tl.sum(counts.reshape(EACH, GRAIN), 1)
+            pairs = tl.minimum(BLOCK_M, keys - i0) * tl.minimum(GRAIN, keys - m * GRAIN)
+            state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
+        tl.store(states_ptr + row * columns + m, state.to(tl.int8), mask=m < columns)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ COUNTS = (
     *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls",
     "stride_table", "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages",
     "page_size", "rows", "slots", "schedule_offset", "limit", "reach", "capacity", "long", "long_splits",
-    "room", "planes", "columns", "stride_state_b", "stride_state_h", "stride_list_b", "stride_list_h",
-    "stride_rb", "stride_rh", "stride_rows",
+    "room", "planes", "columns", "chunks", "stride_state_b", "stride_state_h", "stride_list_b",
+    "stride_list_h", "stride_rb", "stride_rh", "stride_rows",
 )  # fmt: skip
 
 
