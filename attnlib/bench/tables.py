@@ -23,6 +23,7 @@ from . import (
     gates,
     memory,
     parallel,
+    selected,
     speed,
     steps,
     stored,
@@ -115,6 +116,7 @@ GPU = (
         "Mask and score functions, 16 heads causal, 2 x 8k, bf16",
         "ms",
     ),
+    _table(selected.rows, "selected", "Selected keys, causal, bf16", "ms"),
     _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),
     _table(GROWING, "growing", "48 heads d64, causal forward, bf16", RATE, what="forward", growing=True),
@@ -133,6 +135,7 @@ GPU = (
     _table(INVARIANT, "batch-invariant", "The same bits in any batch, pages of 64, bf16"),
     _table(STEPS, "decode-calls", "A step of 4 layers of 4096 channels, GQA 32/8, pages of 64, bf16"),
     _table(LAUNCH, "decode-launch", "CPU time of append and attention, GQA 32/8, pages of 64, bf16"),
+    _table(selected.steps, "selected-decode", "One token over selected keys, pages of 64, bf16"),
     _table(FORMS, "mla-layer", "One token through an MLA layer over its cache, pages of 64, bf16"),
 )
 CPU = (
