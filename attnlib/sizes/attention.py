@@ -33,6 +33,7 @@ class GroupedShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    selected: int | None = None  # keys that each query selects, of those that it sees
     bias: bool = False  # biases of the q, k and v projections
     output_bias: bool = False
     qk_norm: bool = False
@@ -42,7 +43,7 @@ class GroupedShape:
     values: Literal["keys"] | None = None  # "keys": the layer has no v_proj
 
     def __post_init__(self) -> None:
-        _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
+        _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window", "selected")
         if self.values not in (None, "keys"):
             raise ValueError(f'values: expected "keys" or None, got {self.values!r}')
         if self.num_heads % self.num_kv_heads:
@@ -131,11 +132,12 @@ class LatentShape:
     qk_rope_head_dim: int
     v_head_dim: int
     window: int | None = None
+    selected: int | None = None  # keys that each query selects, of those that it sees
     gate: Gate | None = None
     own_keys: bool = True
 
     def __post_init__(self) -> None:
-        _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window")
+        _check(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "window", "selected")
         _check(self, "qk_nope_head_dim", "v_head_dim")
         _check(self, "qk_rope_head_dim", least=0)
 
@@ -169,7 +171,10 @@ class LatentShape:
         """Multiplications that all heads need per query-key pair in a prompt, in the cheaper form of MLA.
 
         The expanded form has full keys and values for each head; in the absorbed form, latents replace both.
+        Queries that select keys of their own take the absorbed form.
         """
+        if self.selected is not None:
+            return self.step_pair
         expanded = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
         return min(expanded, self.step_pair)
 
@@ -207,7 +212,7 @@ def prefill_flops(shape: Shape, length: int) -> int:
     >>> prefill_flops(shape, 3)
     62976
     """
-    return 2 * (length * shape.weights + _visible_pairs(length, shape.window) * shape.prompt_pair)
+    return 2 * (length * shape.weights + _visible_pairs(length, shape) * shape.prompt_pair)
 
 
 @kind
@@ -217,7 +222,7 @@ def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
     If ``ranks`` ranks each store some tokens of a cache, these are the FLOPs of the rank with the most
     tokens. That rank computes all query heads of ``shape``.
     """
-    return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
+    return 2 * (shape.weights + _seen(context, shape, ranks) * shape.step_pair)
 
 
 @kind
@@ -237,7 +242,7 @@ def decode_bytes(
     """
     cached = (
         batch
-        * _seen(context, shape.window, ranks)
+        * _seen(context, shape, ranks)
         * shape.layout(dtype=dtype, storage_dtype=storage_dtype).token_bytes
     )
     return shape.parameters * dtype.itemsize + cached
@@ -252,16 +257,18 @@ def _gate_biases(gate: Gate | None, num_heads: int, value_dim: int) -> int:
     return 0 if gate is None else gate.bias * gate.rows(num_heads, value_dim)
 
 
-def _seen(context: int, window: int | None, ranks: int = 1) -> int:
+def _seen(context: int, shape: Shape, ranks: int = 1) -> int:
     """Return how many keys the last query reads on one rank; a rank stores all keys of a window."""
-    if ranks < 1:
-        raise ValueError(f"ranks: expected at least 1, got {ranks}")
-    return -(-context // ranks) if window is None else min(context, window)
+    if ranks < 1 or (ranks > 1 and shape.selected is not None):
+        most = "at least 1" if shape.selected is None else "1 for a layer whose queries select keys"
+        raise ValueError(f"ranks: expected {most}, got {ranks}")
+    stored = -(-context // ranks) if shape.window is None else min(context, shape.window)
+    return stored if shape.selected is None else min(stored, shape.selected)
 
 
-def _visible_pairs(length: int, window: int | None) -> int:
+def _visible_pairs(length: int, shape: Shape) -> int:
     """Return the number of visible query-key pairs in a causal prompt: 1 + 2 + ... + window + window + ..."""
-    rising = _seen(length, window)
+    rising = _seen(length, shape)
     return rising * (rising + 1) // 2 + (length - rising) * rising
 
 

@@ -63,6 +63,9 @@ def _add_model(shape: argparse._ArgumentGroup) -> None:
         "--window", type=_size, metavar="N", help="tokens that every layer sees, the query's own included"
     )
     shape.add_argument(
+        "--selected", type=_size, metavar="N", help="keys that each query selects, of those that it sees"
+    )
+    shape.add_argument(
         "--kv-lora-rank",
         type=int,
         metavar="N",
@@ -181,7 +184,8 @@ def _model(arguments: argparse.Namespace) -> Model:
         raise ValueError(
             "--model: expected a name (--list), or --hidden-size, --num-heads and --layers, got neither"
         )
-    return found if arguments.window is None else found.with_window(arguments.window)
+    found = found if arguments.window is None else found.with_window(arguments.window)
+    return found if arguments.selected is None else found.with_selected(arguments.selected)
 
 
 def _shape(arguments: argparse.Namespace) -> GroupedShape:

@@ -68,6 +68,10 @@ class Model:
         """Return the same model with a sliding window of ``window`` tokens in every layer."""
         return replace(self, layers=tuple(replace(shape, window=window) for shape in self.layers))
 
+    def with_selected(self, selected: int) -> "Model":
+        """Return the same model whose queries each select ``selected`` keys in every layer."""
+        return replace(self, layers=tuple(replace(shape, selected=selected) for shape in self.layers))
+
 
 @kind
 def variants(
@@ -110,7 +114,12 @@ def _grouped(shape: Shape, num_kv_heads: int) -> GroupedShape:
     if isinstance(shape, GroupedShape):
         return replace(shape, num_kv_heads=num_kv_heads)
     sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.num_heads, "head_dim": shape.v_head_dim}
-    kept = {"window": shape.window, "gate": shape.gate, "own_keys": shape.own_keys}
+    kept = {
+        "window": shape.window,
+        "selected": shape.selected,
+        "gate": shape.gate,
+        "own_keys": shape.own_keys,
+    }
     return GroupedShape(**sizes, num_kv_heads=num_kv_heads, **kept)
 
 
@@ -126,6 +135,7 @@ def _latent(shape: Shape, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentSha
         qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=shape.head_dim,
         window=shape.window,
+        selected=shape.selected,
         gate=shape.gate,
         own_keys=shape.own_keys,
     )

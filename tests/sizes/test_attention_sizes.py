@@ -217,6 +217,7 @@ def test_every_rank_holds_all_of_a_latent():
     [
         ({"num_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        ({"selected": 0}, "selected: expected at least 1, got 0"),
         ({"window": 0}, "window: expected at least 1, got 0"),
     ],
 )
@@ -231,3 +232,18 @@ def test_impossible_latents_are_refused():
         LatentShape(**sizes, q_lora_rank=0, qk_rope_head_dim=0)
     with pytest.raises(ValueError, match="qk_rope_head_dim: expected at least 0, got -1"):
         LatentShape(**sizes, q_lora_rank=None, qk_rope_head_dim=-1)
+
+
+@given(shape=shapes, selected=st.integers(1, 40), length=st.integers(1, 60))
+def test_selected_keys_are_a_window_without_its_cache(shape, selected, length):
+    """Prompts and steps take what a window of as many keys takes; every token stays stored."""
+    shape = replace(shape, window=None)
+    chooses, slides = replace(shape, selected=selected), replace(shape, window=selected)
+    assert decode_flops(chooses, length) == decode_flops(slides, length)
+    read = {"batch": 3, "dtype": torch.bfloat16}
+    assert decode_bytes(chooses, length, **read) == decode_bytes(slides, length, **read)
+    assert chooses.layout(dtype=torch.bfloat16) == shape.layout(dtype=torch.bfloat16)
+    pairs = sum(min(i + 1, selected) for i in range(length))
+    assert prefill_flops(chooses, length) == 2 * (length * shape.weights + pairs * chooses.prompt_pair)
+    with pytest.raises(ValueError, match=r"^ranks: expected 1 for a layer whose queries select keys, got 2$"):
+        decode_flops(chooses, length, ranks=2)
