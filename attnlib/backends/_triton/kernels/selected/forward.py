@@ -8,6 +8,19 @@ from ..scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_
 from ..tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
 
 
+@triton.jit
+def blocks_at(entries_ptr, at, total, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the blocks of ``BLOCK_N`` of the ``total`` selected keys, from number ``at`` on.
+
+    It is one block if ``BLOCK_N`` divides the size of blocks, otherwise one for each key.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(entries_ptr + at // BLOCK_SIZE, mask=at < total, other=0)
+    else:
+        n = at + tl.arange(0, BLOCK_N)
+        return tl.load(entries_ptr + n // BLOCK_SIZE, mask=n < total, other=0)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def selected_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
@@ -26,13 +39,15 @@ def selected_forward(
     ``rows`` adjacent query heads share a list and a KV head. One program computes ``BLOCK_M`` of them for one
     query, over ``BLOCK_N`` selected keys at a time, which lie in one block if ``BLOCK_N`` divides its size.
     """
+    # Programs of a KV head run together, because the L2 cache may hold its keys but not those of all heads.
     parts = tl.cdiv(rows, BLOCK_M)
-    units = heads // rows * parts  # of one query; they run side by side, since they may share keys
-    pid = tl.program_id(0)
-    work = locate(pid // units, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    units = tl.maximum(group // rows, 1) * parts  # programs for a query and a KV head
+    queries = tl.num_programs(0) // (heads // group * units)
+    pid, unit = tl.program_id(0) // units, tl.program_id(0) % units
+    work = locate(pid % queries, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
     if work.start >= work.rows:
         return
-    first, part = pid % units // parts * rows, pid % parts * BLOCK_M
+    first, part = pid // queries * group + unit // parts * rows, unit % parts * BLOCK_M
     m = part + tl.arange(0, BLOCK_M)
     valid, head = m < rows, first + m
     sequence, keys, token = work.sequence, work.others, work.row + work.start
@@ -45,7 +60,7 @@ def selected_forward(
             :, None
         ]
     modifiers = Modifiers(scale, softcap, slope)
-    unit = unit_behind(modifiers, SCORE)
+    factor = unit_behind(modifiers, SCORE)
 
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
@@ -56,19 +71,18 @@ def selected_forward(
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # a sink acts like a key whose value is 0
         known = valid & (sequence + head * 0 < batch)
-        m_i = tl.load(sinks_ptr + head, mask=known, other=float("-inf")).to(tl.float32) * (LOG2E / unit)
+        m_i = tl.load(sinks_ptr + head, mask=known, other=float("-inf")).to(tl.float32) * (LOG2E / factor)
         l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
 
     i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
     list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
+    following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
     for at in tl.range(0, total, BLOCK_N, num_stages=STAGES):
-        n = at + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(list_ptr + 1 + at // BLOCK_SIZE) + tl.zeros([BLOCK_N], tl.int32)
-        else:
-            block = tl.load(list_ptr + 1 + n // BLOCK_SIZE, mask=n < total, other=0)
+        # Blocks are read one tile ahead, so that the loads of keys do not wait for them.
+        n, block = at + tl.arange(0, BLOCK_N), following
+        following = blocks_at(list_ptr + 1, at + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
         j = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
         # All rows are of one query, so keys that it does not see need not be loaded.
         seen = visible(i, j[None, :], band) & (n < total)[None, :]
@@ -80,14 +94,14 @@ def selected_forward(
         p, _ = modify(products(q, k, d, PRECISION), modifiers, i + band.offset, j[None, :])
         p = changed(p, modifiers, place, score_tensors, SCORE)
         p = tl.where(seen, p, float("-inf"))
-        m_i, p, correction = online_softmax(m_i, p, unit)
+        m_i, p, correction = online_softmax(m_i, p, factor)
         l_i = l_i * correction + tl.sum(p, 1)
         v = gathered_tile(v_rows, of_k, j, stride_vt, there, e).main
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
 
     nothing = l_i == 0.0
     l_i = tl.where(nothing, 1.0, l_i)
-    lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
+    lse = tl.where(nothing, float("-inf"), m_i * (factor * LN2) + tl.log2(l_i) * LN2)
     tl.store(lse_ptr + (work.plane * stride_lb + token) + head * stride_lh, lse, mask=valid)
     columns = tl.arange(0, E_MAIN)
     out_at = out_ptr + (work.plane * stride_ob + token * stride_os) + head[:, None] * stride_oh
