@@ -45,7 +45,7 @@ def decode_mla(
     if SCHEDULED and work.sequence < 0:
         return
     if BLOCK_M == 64:
-        shared = allocate_rows_64(tail_desc.dtype, CONVERTED)
+        shared = allocate_rows_64(tail_desc.dtype, 1, 2 if CONVERTED else 1)
     elif CONVERTED:
         shared = allocate_rows_16_int8_fp8(tail_desc.dtype)
     else:
@@ -65,8 +65,8 @@ def decode_mla(
         if k_scale_ptr is None:
             gl.warp_specialize(
                 [
-                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_PRODUCER)),
-                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_PRODUCER)),
+                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_PRODUCER, False)),
+                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_PRODUCER, False)),
                     (produce_rows_64, (k_desc, tail_desc, split, call, shared, PAGE)),
                 ],
                 [4, 1],
@@ -75,8 +75,8 @@ def decode_mla(
         else:
             gl.warp_specialize(
                 [
-                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_LOADERS)),
-                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_LOADERS)),
+                    (consume_rows_64, (0, queries, split, call, results, shared, WITH_LOADERS, False)),
+                    (consume_rows_64, (1, queries, split, call, results, shared, WITH_LOADERS, False)),
                     (
                         convert,
                         (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS),
