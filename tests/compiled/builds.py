@@ -18,6 +18,7 @@ ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
 SELECTED = ("list_blocks", "selected_forward")
+LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -207,6 +208,9 @@ def hopper_entries() -> Iterator[Build]:
             for option in ("softcap", "slopes"):
                 yield Build("backward_keys", 90, head, hopper=True, **{option: True})
     yield from wide_hopper_entries()
+    of_latents = Build(LATENTS, 90, HEADS[-1], hopper=True, block=1)
+    for changes in ({}, {"dtype": "fp16"}, {"rows": "packed"}, {"softcap": True}, {"sinks": True}):
+        yield of_latents._replace(**changes)
 
 
 def wide_hopper_entries() -> Iterator[Build]:

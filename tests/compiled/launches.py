@@ -31,7 +31,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import QUANTIZE, SELECTED, STATISTICS, Build
+from .builds import LATENTS, QUANTIZE, SELECTED, STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -87,10 +87,13 @@ def _dense(build: Build) -> Prepared:
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])
     key = key_of(arguments, *loaded)._replace(
-        tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order
-    )
+        tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order,
+        same_start=build.kernel == LATENTS,
+    )  # fmt: skip
     if build.kernel in STATISTICS:
         return _statistic(build, key, named)
+    if build.kernel == LATENTS:
+        return variants.forward(key).launches[-1], named
     if build.kernel in SELECTED:
         return variants.forward(key).launches[SELECTED.index(build.kernel)], named
     if build.kernel in QUANTIZE:
@@ -155,6 +158,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
     """All that kernels of the backend read and write, by name; None for what the call does not have."""
     dtype, packed = DTYPES[build.dtype], build.rows == "packed"
     d, e = build.head
+    query_heads, kv_heads = (128, 1) if build.kernel == LATENTS else (QUERY_HEADS, KV_HEADS)
 
     def dense(heads: int, width: int, apart: int = 0) -> Tensor:
         shape = (BATCH * build.tokens,) if packed else (BATCH, build.tokens)
@@ -165,27 +169,28 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
     has_lists = build.block or build.function in ("documents", "tree")
-    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else KV_HEADS
-    out = dense(QUERY_HEADS, e)
-    rowwise = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
+    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else kv_heads
+    k, out = dense(kv_heads, d, apart), dense(query_heads, e)
+    v = k[..., :e] if build.kernel == LATENTS else dense(kv_heads, e, apart)
+    rowwise = (query_heads, BATCH * build.tokens) if packed else (BATCH, query_heads, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {
-        "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
-        "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
-        "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
+        "q": dense(query_heads, d, apart), "k": k, "v": v,
+        "dq": dense(query_heads, d), "dk": dense(kv_heads, d), "dv": dense(kv_heads, e),
+        "out": out.bfloat16() if fp8 else out, "dout": dense(query_heads, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists),
         "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
-        "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
-        "sinks": numbers(QUERY_HEADS, given=build.sinks),
+        "alibi_slopes": numbers(query_heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
+        "sinks": numbers(query_heads, given=build.sinks),
         "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
         "key_ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
         "origin": None, "dropout_seed": numbers(1, dtype=torch.int64, given=build.dropout),
-        "q_descale": numbers(BATCH, QUERY_HEADS, given=fp8),
-        "k_descale": numbers(BATCH, KV_HEADS, given=fp8), "v_descale": numbers(BATCH, KV_HEADS, given=fp8),
+        "q_descale": numbers(BATCH, query_heads, given=fp8),
+        "k_descale": numbers(BATCH, kv_heads, given=fp8), "v_descale": numbers(BATCH, kv_heads, given=fp8),
     }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ VALUES = (
     "merge", "fp8", "gate", "kv", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
-FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper kernels; none imports another
+# Of Hopper kernels. None imports another, but selected_latents the consumers of mla_decode.
+FAMILIES = ("selected_latents", "forward", "backward", "mla_decode", "gqa_decode")
 HOPPER = "backends/_triton/kernels/hopper"
 UNDER_FAMILIES = (HOPPER, "backends/_triton/kernels")
 UNDER_PLANS = (
@@ -86,7 +87,11 @@ ROOMS = {
         ),
         *VALUES,
     },
-    "backends/_triton/dense": {*UNDER_PLANS, f"{HOPPER}/forward", f"{HOPPER}/backward", *VALUES},
+    "backends/_triton/dense": {
+        *UNDER_PLANS,
+        *(f"{HOPPER}/{family}" for family in ("selected_latents", "forward", "backward")),
+        *VALUES,
+    },
     "backends/_triton/decode": {*UNDER_PLANS, f"{HOPPER}/mla_decode", f"{HOPPER}/gqa_decode", *VALUES},
     "backends/_triton/functions": {
         "backends/_triton/launching",
@@ -96,6 +101,7 @@ ROOMS = {
     },
     "backends/_triton/launching": {*UNDER_FAMILIES, "backends", *VALUES},
     **{f"{HOPPER}/{family}": {*UNDER_FAMILIES} for family in FAMILIES},
+    f"{HOPPER}/selected_latents": {f"{HOPPER}/mla_decode", *UNDER_FAMILIES},
     HOPPER: {"backends/_triton/kernels"},
     "backends/_triton/kernels": set(),
     "backends/_torch": {"backends", "call", *VALUES},

@@ -13,7 +13,7 @@ from ..launching.direct import streams
 from ..launching.launch import Block, Launch, cached_plan, has_gluon
 from ..launching.layouts import Key, Layout
 from . import generic as passes
-from . import hopper_tables, mask_tiles
+from . import hopper_tables, mask_tiles, selected
 from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
 from .shapes import BackwardShapes, DenseShapes
@@ -78,8 +78,11 @@ def forward(key: Key) -> Forward:
     # A chunk of a larger call has an origin. The Hopper kernels are not tested on such chunks.
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1) and _is_precise(a)
-    config = None
-    if key.hopper and takes and a.selected is None and has_gluon():
+    takes, config = takes and key.hopper and has_gluon(), None
+    if takes and key.same_start and selected.takes_latents(x, a):
+        launches, lists = selected.forward_of_latents(x, *x.selected)
+        return Forward(launches, "Hopper", lists=lists)
+    if takes and a.selected is None:
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
         dynamic = not x.are_alike or x.length >= LONG

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..launching.config import fitting, widths
+from ..launching.config import LaunchConfig, fitting, widths
 from .tables import FEW_KEYS, DenseCase
 
 
@@ -187,6 +187,9 @@ BACKWARD = (
 #   full, d128        546                 531
 BACKWARD_L2 = 16 << 20
 HALF = 256  # channels of a wide head that one warpgroup holds
+# Selected tokens of latents: heads of a query, and tokens. Registers do not hold 128 heads. For 4,096
+# queries of 128 heads that select 2,048 of 32k tokens, a prototype computed 650 TFLOP/s (H100, 2026-11).
+LATENTS = LaunchConfig(64, 64, 1, 4)
 NARROWEST = 64  # these kernels support blocks of at least this many channels
 
 
@@ -243,6 +246,12 @@ def takes_wide(case: DenseCase, keys: int) -> bool:
     narrow, wide = sorted((case.head_dim, case.value_dim))
     fits = narrow > HALF and wide <= 2 * HALF and case.itemsize == 2 and not case.by_function
     return fits and case.arch == 90 and case.aligned and keys > FEW_KEYS
+
+
+def takes_latents(case: DenseCase, *, heads: int) -> bool:
+    """True if the Hopper kernel for selected tokens takes latents of 512 + 64 channels and these heads."""
+    fits = (case.head_dim, case.value_dim, case.itemsize) == (576, 512, 2) and heads % LATENTS.block_m == 0
+    return fits and case.arch == 90 and case.aligned
 
 
 def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:

@@ -116,7 +116,8 @@ class Dense:
         return run
 
     def _key(self, a: Arguments) -> Key:
-        return key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
+        same_start = a.selected is not None and a.k.data_ptr() == a.v.data_ptr()
+        return key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper, same_start=same_start)
 
     def _with_tiles(self, a: Arguments) -> Arguments:
         """Classify the tiles of a mask function; return the arguments with the result as ``mask_tiles``."""

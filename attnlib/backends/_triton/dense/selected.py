@@ -1,12 +1,15 @@
 """Plan the launches of a forward whose mask selects keys by lists."""
 
 from math import prod
+from typing import NamedTuple
 
 from ....call.spec import AttentionSpec
 from ....fp8 import E4M3
+from ...operators import Arguments
 from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch
-from . import tables
+from ..launching.layouts import has_slopes
+from . import hopper_tables, tables
 from .shapes import DenseShapes
 
 COMPARED = 16  # entries of a list that all its entries are compared with at a time
@@ -31,17 +34,56 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     ``indices`` is the shape of the lists, ``[b, s, c, n]`` or packed ``[t, c, n]``.
     """
     from ..kernels.selected.forward import selected_forward
+
+    found, rows = lists(x, indices, block_size), x.h // max(indices[-2], x.g)
+    tiles = tables.selected(x.case, rows=rows, block_size=block_size)
+    units = x.h // rows * -(-rows // tiles.block_m)
+    more = found.arguments | {"rows": rows}  # query heads that share a list and a KV head
+    return (found.launch, x.launch(selected_forward, queries(x) * units, tiles, more)), found.numbers
+
+
+def takes_latents(x: DenseShapes, a: Arguments) -> bool:
+    """True if the Hopper kernel for selected tokens of latents takes a call with these layouts.
+
+    ``k`` and ``v`` of the call must start at the same address.
+    """
+    (*_, planes, _), block_size = x.selected
+    plain = not (has_slopes(a) or x.case.by_function)
+    latents = x.g == planes == block_size == 1 and a.k.strides == a.v.strides
+    near = a.q.strides[-2] < tables.FARTHEST  # int32 offsets must reach across 64 heads
+    return plain and latents and near and hopper_tables.takes_latents(x.case, heads=x.h)
+
+
+def forward_of_latents(
+    x: DenseShapes, indices: tuple[int, ...], block_size: int
+) -> tuple[tuple[Launch, ...], int]:
+    """Return the launches of :func:`forward` for selected tokens of latents on Hopper."""
+    from ..kernels.hopper.selected_latents.kernel import selected_latents
+
+    found, tiles = lists(x, indices, block_size), hopper_tables.LATENTS
+    programs = queries(x) * (x.h // tiles.block_m)
+    return (found.launch, x.launch(selected_latents, programs, tiles, found.arguments)), found.numbers
+
+
+class Lists(NamedTuple):
+    """The launch that lists visible blocks, the size of ``lists`` in int32 values, and kernel arguments."""
+
+    launch: Launch
+    numbers: int
+    arguments: dict[str, int]
+
+
+def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
+    """Return the launch that lists the visible blocks of lists; ``indices`` is their shape."""
     from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = indices
-    rows = x.h // max(planes, x.g)  # query heads that share a list and a KV head
-    tiles = tables.selected(x.case, rows=rows, block_size=block_size)
-    more = {"planes": planes, "slots": slots, "rows": rows, "BLOCK_SIZE": block_size}
-    queries = x.s + x.batch + 1 if x.packed else x.batch * x.s
+    more = {"planes": planes, "slots": slots, "BLOCK_SIZE": block_size}
     entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
-    units = x.h // rows * -(-rows // tiles.block_m)
-    launches = (
-        x.launch(list_blocks, queries * planes, entries, more),
-        x.launch(selected_forward, queries * units, tiles, more),
-    )
-    return launches, prod(tokens) * planes * (slots + 1)
+    launch = x.launch(list_blocks, queries(x) * planes, entries, more)
+    return Lists(launch, prod(tokens) * planes * (slots + 1), more)
+
+
+def queries(x: DenseShapes) -> int:
+    """Return the number of queries; packed sequences count one more, and so do the tokens after them."""
+    return x.s + x.batch + 1 if x.packed else x.batch * x.s

@@ -23,14 +23,15 @@ NAMES = MappingProxyType(
             NVMMASharedLayout SliceLayout SwizzledSharedLayout allocate_shared_memory arange atomic_add
             atomic_xchg bfloat16 broadcast cdiv constexpr convert_layout exp2 expand_dims float16 float32
             float8e4nv full inline_asm_elementwise(dtype,is_pure,pack) int16 int32 int64 int8 join
-            load(mask,other) log2 max maximum minimum num_programs num_warps pointer_type program_id
-            shared_memory_descriptor static_range store(mask) sum tensor tuple uint32 warp_specialize where
-            zeros zeros_like
+            load(mask,other) log2 max maximum minimum multiple_of num_programs num_warps pointer_type
+            program_id shared_memory_descriptor static_range store(mask) sum tensor tuple uint32
+            warp_specialize where zeros zeros_like
         """,
         f"{GLUON}.NVMMASharedLayout": "get_default_for",
         f"{GLUON}.shared_memory_descriptor": "index load permute reshape slice store",
         f"{GLUON}.tensor": "permute reshape split to",
-        f"{GLUON}.nvidia.ampere": "mma_v2",
+        f"{GLUON}.nvidia.ampere": "async_copy mma_v2",
+        f"{GLUON}.nvidia.ampere.async_copy": "mbarrier_arrive(increment_count)",
         HOPPER: "fence_async_shared mbarrier tma warpgroup_mma(is_async,use_acc) warpgroup_mma_wait(deps)",
         f"{HOPPER}.mbarrier": "MBarrierLayout arrive(count) expect init wait(pred)",
         f"{HOPPER}.tma": "store_wait",

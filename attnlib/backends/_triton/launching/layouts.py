@@ -36,6 +36,7 @@ class Key(NamedTuple):
     arguments: OperatorArguments
     hopper: bool = True  # True if dedicated Hopper kernels may run the call
     in_order: bool = False  # True if sums must be added in a fixed order
+    same_start: bool = False  # True if lists select keys, and k and v start at the same address
 
     @property
     def layouts(self) -> OperatorArguments:

@@ -12,6 +12,7 @@ reports the names that the installed version lacks.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST: gl.constexpr = gl.constexpr(6)
@@ -29,7 +30,8 @@ def first_of(module, *names):
     raise AttributeError(f"{module.__name__} has none of {', '.join(names)}")
 
 
-# Triton 3.8 renamed the two async copies (their old names raise in 3.9); Triton 3.9 renamed _reinterpret.
+# Triton 3.8 renamed the three async copies (their old names raise in 3.9); Triton 3.9 renamed _reinterpret.
+copy_by_pointers = first_of(async_copy, "async_load", "async_copy_global_to_shared")
 async_load = first_of(tma, "async_load", "async_copy_global_to_shared")
 async_store = first_of(tma, "async_store", "async_copy_shared_to_global")
 reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")

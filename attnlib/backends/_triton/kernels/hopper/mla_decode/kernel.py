@@ -47,7 +47,7 @@ def decode_mla(
     if SCHEDULED and work.sequence < 0:
         return
     if BLOCK_M == 64:
-        shared = allocate_rows_64(tail_desc.dtype, CONVERTED)
+        shared = allocate_rows_64(tail_desc.dtype, 1, 2 if CONVERTED else 1)
     elif CONVERTED:
         shared = allocate_rows_16_int8_fp8(tail_desc.dtype)
     else:
@@ -74,11 +74,11 @@ def decode_mla(
                 [
                     (
                         consume_rows_64,
-                        (0, queries, split, states, call, results, shared, WITH_PRODUCER, MASK, SCORE),
+                        (0, queries, split, states, call, results, shared, WITH_PRODUCER, False, MASK, SCORE),
                     ),
                     (
                         consume_rows_64,
-                        (1, queries, split, states, call, results, shared, WITH_PRODUCER, MASK, SCORE),
+                        (1, queries, split, states, call, results, shared, WITH_PRODUCER, False, MASK, SCORE),
                     ),
                     (produce_rows_64, (k_desc, tail_desc, split, states, call, shared, PAGE)),
                 ],
@@ -90,11 +90,11 @@ def decode_mla(
                 [
                     (
                         consume_rows_64,
-                        (0, queries, split, states, call, results, shared, WITH_LOADERS, MASK, SCORE),
+                        (0, queries, split, states, call, results, shared, WITH_LOADERS, False, MASK, SCORE),
                     ),
                     (
                         consume_rows_64,
-                        (1, queries, split, states, call, results, shared, WITH_LOADERS, MASK, SCORE),
+                        (1, queries, split, states, call, results, shared, WITH_LOADERS, False, MASK, SCORE),
                     ),
                     (
                         convert,

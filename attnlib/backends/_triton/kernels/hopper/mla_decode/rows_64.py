@@ -110,13 +110,17 @@ def produce(k_desc, tail_desc, split, states, call, shared, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def scores(number: gl.constexpr, tail, zero, shared, phase):
+def scores(number: gl.constexpr, tail, zero, shared, phase, GATHERED: gl.constexpr):
     """Start the product ``q @ k.T`` for this consumer's next tile; the caller waits for the result."""
     mbarrier.wait(shared.left_full.index(number), phase)
+    if GATHERED:
+        fence_async_shared()
     slot, q = anew(number), anew(0)
     left, right = shared.left.index(slot), shared.right.index(slot)
     s = warpgroup_mma(shared.q.index(q), left.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(shared.right_full.index(number), phase)
+    if GATHERED:
+        fence_async_shared()
     s = warpgroup_mma(tail, shared.tail.index(slot).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(shared.q.index(q + 1), right.permute((1, 0)), s, is_async=True)
 
@@ -165,11 +169,12 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 @gluon.jit
 def consume(
     number: gl.constexpr, queries, split, states, call, results, shared,
-    THREADS: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+    THREADS: gl.constexpr, GATHERED: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """Run consumer ``number``: compute attention for half of the channels, and write the results.
 
-    Consumer 0 computes the probabilities of even tiles, consumer 1 those of odd tiles.
+    Consumer 0 computes the probabilities of even tiles, consumer 1 those of odd tiles. If tiles were
+    ``GATHERED`` row by row (cp.async), only a fence behind each wait makes them visible to wgmma.
     """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
@@ -192,7 +197,7 @@ def consume(
         second = visible_tile(tile + 1, states)
         n, n_second, phase = tile * TOKENS, second * TOKENS, pair & 1
         cut = is_cut(n if number == 0 else n_second, split, states)
-        s = scores(number, tail, zero, shared, phase)
+        s = scores(number, tail, zero, shared, phase, GATHERED)
         if number == 0:
             s = warpgroup_mma_wait(0, deps=[s])
             p, m_i, factor = softmax(s, state.m_i, n, cut, scoring, call, 1, MASK, SCORE)
@@ -200,12 +205,16 @@ def consume(
             state = add_own(0, state, p, m_i, factor, n, split, shared)
             barrier_arrive(LEFT, THREADS)
             mbarrier.wait(shared.left_full.index(1), phase)
+            if GATHERED:
+                fence_async_shared()
             state = begin_other(0, state, n_second, split, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
             barrier_arrive(LEFT + 1, THREADS)
             state = OneHalfSums(acc, state.l_i, state.m_i)
         else:
             mbarrier.wait(shared.right_full.index(0), phase)
+            if GATHERED:
+                fence_async_shared()
             state = begin_other(1, state, n, split, shared)
             s = warpgroup_mma_wait(1, deps=[s])
             p, m_i, factor = softmax(s, state.m_i, n_second, cut, scoring, call, 1, MASK, SCORE)
@@ -234,10 +243,10 @@ def consume(
 
 
 @gluon.jit
-def allocate_rows_64(dtype: gl.constexpr, CONVERTED: gl.constexpr):
-    """Allocate the shared memory of a program; ``CONVERTED`` is True over an int8 or fp8 cache."""
+def allocate_rows_64(dtype: gl.constexpr, LEFT_ARRIVALS: gl.constexpr, RIGHT_ARRIVALS: gl.constexpr):
+    """Allocate the shared memory of a program, with the arrivals that complete the left and right halves."""
     return Rows64Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
-        barriers(2, 2 if CONVERTED else 1),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS),
+        barriers(2, LEFT_ARRIVALS), barriers(2, RIGHT_ARRIVALS),
     )  # fmt: skip
