@@ -175,7 +175,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
-        "lists": numbers(4096, dtype=torch.int32, given=has_lists),
+        "lists": numbers(4096, dtype=torch.int32, given=has_lists), "lengths": None,
         "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),

@@ -9,8 +9,6 @@ from ..launching.launch import Launch
 from . import tables
 from .shapes import DenseShapes
 
-COMPARED = 16  # entries of a list that all its entries are compared with at a time
-
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Return the reasons why no kernel computes the lists of a call with this spec."""
@@ -38,7 +36,7 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     tiles = tables.selected(x.case, rows=rows, block_size=block_size)
     more = {"planes": planes, "slots": slots, "rows": rows, "BLOCK_SIZE": block_size}
     queries = x.s + x.batch + 1 if x.packed else x.batch * x.s
-    entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
+    entries = LaunchConfig(power_of_two(slots), 0, 1, 4)
     units = x.h // rows * -(-rows // tiles.block_m)
     launches = (
         x.launch(list_blocks, queries * planes, entries, more),
