@@ -27,6 +27,7 @@ from attnlib.call.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.masks.band import CAUSAL, FULL, Mask, sliding
+from attnlib.masks.selection import selected
 from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
@@ -239,6 +240,10 @@ def _read(build: CachedBuild):
         )
     elif build.function == "relative":
         function = score_mod(_relative, torch.empty(layer.heads, 257, device="meta"))
+    if build.block:
+        lists, entries = (1, 2048) if build.block == 1 else (view.layout.heads, 16)
+        lead = _tokens(build, 1, 1).shape[:-2]
+        mask &= selected(torch.empty(*lead, lists, entries, dtype=torch.int32, device="meta"), build.block)
     width = layer.key + layer.value if layer.latent else layer.key
     q = _tokens(build, layer.heads, width)
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None

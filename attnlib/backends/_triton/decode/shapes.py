@@ -23,15 +23,19 @@ class DecodeShapes:
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
         self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_rope, a.v) if x]
+        rows = decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group
+        one = not self.packed and self.s == 1
+        if a.selected is not None:  # the query heads of one query that share a list and a KV head
+            rows, one = self.h // max(a.selected.shape[-2], self.g), True
         self.case = decode_tables.DecodeCase(
-            decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
+            rows,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
-            one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size,
+            one=one, page_size=0 if columns == 1 else page_size,
             arch=arch_of(key.device), changed=a.score_program is not None,
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and a.mask_program is a.score_program is None
+        takes = key.hopper and a.mask_program is a.score_program is a.selected is None
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
         # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
         # values, it loads the scales of 8 KV heads, because a program decodes up to 8 of them together.
@@ -39,11 +43,13 @@ class DecodeShapes:
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        if a.selected is not None:
+            self.tiles = decode_tables.selected(self.case, block_size=a.block_size)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries per sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
-        processors = layouts.processors(key.device)
+        self.processors = processors = layouts.processors(key.device)
         programs = self.g // self.heads * self.blocks  # programs per split
         self.sparse = a.mask_program is not None and not a.split_size
         self.halvings = (
@@ -103,7 +109,7 @@ class DecodeShapes:
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
             "long": self.long_slots, "long_splits": self.long_splits, "lines": self.lines,
-            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings,
+            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings if a.schedule else 0,
             "BLOCKS": self.blocks, "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail,
             "D_MAIN": main, "D_TAIL": tail, "TAIL": 0 if case.tail else main, "E": case.value_dim,
             "E_MAIN": value, "LATENT": case.latent, "ONE": case.one, "SCHEDULED": self.scheduled,

@@ -13,10 +13,9 @@ from .shapes import DenseShapes
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Return the reasons why no kernel computes the lists of a call with this spec."""
     given = {
-        "over a cache": spec.kind == "cached",
         "with gradients": spec.grad,
         "with dropout": spec.dropout,
-        "in fp8": E4M3 in (spec.dtype, spec.compute_dtype),
+        "in fp8": spec.kind != "cached" and E4M3 in (spec.dtype, spec.compute_dtype),
         "in attention_weights and attention_maxima": spec.statistic,
     }
     lacking = [name for name, is_given in given.items() if is_given]
