@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .builds import FUNCTIONS, OTHERS, Build, pairwise
 
+SELECTED = ("list_blocks", "selected_decode", "merge_splits")
 GROUP = 4  # query heads to a KV head of grouped storage
 WITHOUT_FP8 = (80, 86)
 
@@ -38,7 +39,7 @@ class CachedBuild(NamedTuple):
     sequence.
     """
 
-    kernel: str  # decode, combine, schedule, write
+    kernel: str  # decode, combine, schedule, write, or one of SELECTED
     arch: int
     layer: Layer = GQA128
     dtype: str = "bf16"  # or fp16, fp32, tf32, or fp8 queries over an fp8 store
@@ -55,6 +56,7 @@ class CachedBuild(NamedTuple):
     invariant: bool = False  # cut alike whatever the batch is
     rope: str = ""  # or half, interleaved, for what is written
     function: str = ""  # of indices: documents hides tiles, relative changes scores
+    block: int = 0  # of keys that lists select, in keys
 
     def __str__(self) -> str:
         if self.kernel == "schedule":
@@ -63,12 +65,14 @@ class CachedBuild(NamedTuple):
         words = [self.kernel, str(self.layer), self.dtype]
         words += [f"in {self.store}"] if self.store else []
         words += [f"{self.rope} rope"] if self.rope else []
-        words += [self.mask, *([self.function] if self.function else [])] if self.kernel == "decode" else []
+        reads = self.kernel in ("decode", *SELECTED[:2])
+        words += [self.mask, *([self.function] if self.function else [])] if reads else []
         words += ["packed"] if self.packed else []
         words += [f"{self.tokens} tokens"] if self.tokens > 1 else []
         words += [f"batch of {self.sequences}"] if self.sequences != 16 else []
         words += [f"pages of {self.page}" if self.page else "contiguous"] if self.page != 64 else []
         words += [] if self.aligned else ["unaligned"]
+        words += [f"blocks of {self.block}"] if self.block else []
         return f"{' '.join(words)}{', ' if flags else ''}{' '.join(flags)}"
 
 
@@ -78,6 +82,7 @@ AnyBuild = Build | CachedBuild
 def cached_entries() -> Iterator[CachedBuild]:
     """Every entry of the tables of decode kernels on sm_90, and the commonest calls on the other chips."""
     yield from _common(90)
+    yield from _selected(90)
     for arch in OTHERS:
         for layer in (GQA128, MLA):
             yield CachedBuild("decode", arch, layer)
@@ -90,6 +95,7 @@ def cached_calls() -> Iterator[CachedBuild]:
     for arch in (90, *OTHERS):
         yield from _common(arch)
         yield from _rare(arch)
+        yield from _selected(arch)
 
 
 def cached_product() -> Iterator[CachedBuild]:
@@ -115,6 +121,8 @@ def cached_product() -> Iterator[CachedBuild]:
     never = {frozenset((("arch", arch), ("store", "fp8"))) for arch in WITHOUT_FP8}
     for row in pairwise(factors, never):
         yield CachedBuild("decode", **row)
+    for row in pairwise(factors | {"invariant": (False,), "block": (1, 16, 32, 64, 100)}, never):
+        yield CachedBuild("selected_decode", **row)
 
 
 def _common(arch: int) -> Iterator[CachedBuild]:
@@ -156,6 +164,25 @@ def _common(arch: int) -> Iterator[CachedBuild]:
     yield write(store="int8", rope="half")
     yield write(MLA, rope="interleaved")
     yield write(MLA, store="fp8", rope="interleaved")
+
+
+def _selected(arch: int) -> Iterator[CachedBuild]:
+    """Calls whose lists select tokens of latents for all heads, or blocks for each KV head."""
+    listed, decode, merge = (partial(CachedBuild, kernel, arch) for kernel in SELECTED)
+    stores = ("", "int8") if arch in WITHOUT_FP8 else ("", "int8", "fp8")
+    yield listed(WIDE_MLA, block=1)
+    for layer, store in product((MLA, WIDE_MLA), stores):
+        yield decode(layer, store=store, block=1)
+    for store in stores:
+        yield decode(store=store, block=64)
+    yield decode(GQA256, block=32)
+    yield decode(GQA64, block=128, packed=True, page=16)
+    yield decode(block=64, page=0, tokens=4)
+    yield decode(block=64, dtype="fp32")
+    yield decode(block=64, mask="sliding", softcap=True, slopes=True, sinks=True)
+    yield decode(block=64, function="documents")
+    yield merge(WIDE_MLA, block=1, sequences=1)
+    yield merge(block=64, sequences=1)
 
 
 def _rare(arch: int) -> Iterator[CachedBuild]:

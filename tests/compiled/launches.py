@@ -27,6 +27,7 @@ from attnlib.call.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.masks.band import CAUSAL, FULL, Mask, sliding
+from attnlib.masks.selection import selected
 from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
@@ -180,7 +181,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": out.bfloat16() if fp8 else out, "dout": dense(query_heads, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
-        "lists": numbers(4096, dtype=torch.int32, given=has_lists),
+        "lists": numbers(4096, dtype=torch.int32, given=has_lists), "lengths": None,
         "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(query_heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
@@ -244,6 +245,10 @@ def _read(build: CachedBuild):
         )
     elif build.function == "relative":
         function = score_mod(_relative, torch.empty(layer.heads, 257, device="meta"))
+    if build.block:
+        lists, entries = (1, 2048) if build.block == 1 else (view.layout.heads, 16)
+        lead = _tokens(build, 1, 1).shape[:-2]
+        mask &= selected(torch.empty(*lead, lists, entries, dtype=torch.int32, device="meta"), build.block)
     width = layer.key + layer.value if layer.latent else layer.key
     q = _tokens(build, layer.heads, width)
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None

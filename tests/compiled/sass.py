@@ -54,6 +54,8 @@ def lost(text: str) -> list[str]:
         written |= by_called.get(operands[-1].strip("`()"), set())
         sources = operands[into + 1 :]
         reads = {n for x in sources for n in _read(opcode, operands, x)}
+        if opcode == "UPRMT":  # which may keep half of a register that nothing has written yet
+            reads -= {*_written(opcode, operands[into])}
         if opcode == "MOV.SPILL":
             empty = empty - {operands[0]} | ({operands[0]} if reads - written else set())
             continue

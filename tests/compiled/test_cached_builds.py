@@ -9,6 +9,7 @@ from compiled.cached_builds import (
     GQA64,
     GQA128,
     MLA,
+    SELECTED,
     WIDE_MLA,
     CachedBuild,
     Layer,
@@ -26,8 +27,9 @@ from attnlib.backends._triton.launching.launch import Launch, plan_cache
 
 pytest.importorskip("triton")
 
-KERNELS = {"decode", "combine", "schedule", "write"}
+KERNELS = {"decode", "combine", "schedule", "write", *SELECTED}
 DECODE, COMBINE, WRITE = (CachedBuild(kernel, 90) for kernel in ("decode", "combine", "write"))
+LISTED = CachedBuild("selected_decode", 90, block=64)
 
 
 def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
@@ -63,7 +65,7 @@ def test_every_kernel_is_built_for_every_chip():
 
 def test_few_are_built_in_ci_and_none_twice():
     few = distinct(cached_entries())
-    assert len(few) < 70
+    assert len(few) < 90
     every = distinct((*few, *cached_calls(), *cached_product()))
     assert every[: len(few)] == few
     assert len({(str(build), build.arch) for build in every}) == len(every)
@@ -71,7 +73,8 @@ def test_few_are_built_in_ci_and_none_twice():
 
 
 def test_no_chip_reads_fp8_that_cannot():
-    reads = [build for build in (*cached_calls(), *cached_product()) if build.kernel == "decode"]
+    builds = (*cached_calls(), *cached_product())
+    reads = [build for build in builds if build.kernel in ("decode", "selected_decode")]
     assert {build.arch for build in reads if build.store == "fp8"} == {90, 100, 120}
 
 
@@ -127,6 +130,12 @@ def test_a_launch_takes_what_the_build_says(build):
         (COMBINE._replace(layer=MLA), {"sequences": 1}),
         (COMBINE._replace(layer=MLA), {"arch": 80}),
         (COMBINE, {"kernel": "schedule"}),
+        (LISTED, {"block": 32}),
+        (LISTED, {"block": 1}),
+        (LISTED, {"store": "int8"}),
+        (LISTED, {"layer": MLA}),
+        (LISTED, {"page": 16}),
+        (LISTED, {"packed": True}),
         (WRITE, {"rope": "half"}),
         (WRITE._replace(rope="half"), {"rope": "interleaved"}),
         (WRITE, {"layer": MLA}),
@@ -233,6 +242,7 @@ def test_one_launch_is_compiled_for_two_chips():
             "combine 32 x d128 bf16 packed batch of 3",
         ),
         (COMBINE._replace(kernel="schedule", sequences=64), "schedule of 64"),
+        (LISTED._replace(store="fp8"), "selected_decode 32 x d128 bf16 in fp8 causal blocks of 64"),
         (
             WRITE._replace(store="fp8", rope="half", aligned=False),
             "write 32 x d128 bf16 in fp8 half rope unaligned",

@@ -1,7 +1,7 @@
 """Views of known tokens with poison everywhere else, and what attention over them should give."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -155,6 +155,13 @@ def store(layout: KVLayout, sizes: Sizes, sigma: float = 1.0) -> Stored:
     bounds = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, sizes.lengths)]
     view = KVView(layout, size, **planes, table=_moved(table), starts=bounds[0], lengths=bounds[1])
     return Stored(view, starts, tokens)
+
+
+def near(view: KVView) -> KVView:
+    """A copy on the CPU."""
+    tensors = {x.name: getattr(view, x.name) for x in fields(view)}
+    copies = {name: x.cpu() for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(view, **copies | ({"v": copies["k"]} if view.v is view.k else {}))
 
 
 def moved_pages(call: Call) -> Call:

@@ -2,7 +2,7 @@
 cache.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import cycle, islice
 from types import SimpleNamespace
 
@@ -10,13 +10,12 @@ import decode_helpers
 import pytest
 import torch
 from compiled.builds import pairwise
-from decode_helpers import Call, Sizes, assert_right, moved_pages, plan_for, store
+from decode_helpers import Call, Sizes, assert_right, moved_pages, near, plan_for, store
 from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
+from attnlib import CAUSAL, FULL, KVCache, KVLayout, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.decode import operators as triton_cached
 from attnlib.backends._triton.decode import shapes as decode_shapes
@@ -261,13 +260,6 @@ def test_many_rows_of_nobody(plan, monkeypatch):
         plan(processors=processors)
         for counts in ((1, 2, 1), (1, 1, 5)):
             assert_right(store(SMALL, Sizes((20, 50, 3))).call(counts, 6).scheduled())
-
-
-def near(view: KVView) -> KVView:
-    """A copy on the CPU."""
-    tensors = {x.name: getattr(view, x.name) for x in fields(view)}
-    copies = {name: x.cpu() for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(view, **copies | ({"v": copies["k"]} if view.v is view.k else {}))
 
 
 def test_a_cache_of_forked_and_truncated_sequences(plan, monkeypatch):

@@ -28,6 +28,7 @@ from attnlib.call.cache import key_of
 from attnlib.call.call import Call, checked
 from attnlib.dispatch.select import CALL_CACHE
 from attnlib.fp8 import Descales
+from attnlib.masks import selected
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (128, 64))
@@ -169,7 +170,8 @@ def test_last_dimensions_in_any_strides():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5] if INTERPRETED else [1, 5, 200])
 @pytest.mark.parametrize("latent", [False, True])
-def test_over_a_cache_q_may_be_bytes(latent, tokens, packed):
+@pytest.mark.parametrize("listed", [False, True])
+def test_over_a_cache_q_may_be_bytes(listed, latent, tokens, packed):
     """Equal to q in bf16 with the same numbers, a factor of each head apart."""
     if INTERPRETED and latent:
         pytest.skip("the interpreter multiplies bf16, in which rotary keys are, wrongly")
@@ -186,10 +188,12 @@ def test_over_a_cache_q_may_be_bytes(latent, tokens, packed):
     descale = 2.0 ** torch.randint(-2, 3, (2, 4)).to(DEVICE)
     owner = torch.tensor([0] * tokens + [1]) if packed else torch.arange(2)[:, None].expand(2, tokens)
     wide = (q * descale[owner.to(DEVICE)][..., None]).bfloat16()
-    call = {"mask": CAUSAL, "sinks": torch.randn(4, device=DEVICE)}
+    entries = torch.tensor([4, 0, 1], dtype=torch.int32).expand(*lead, 1, 3)  # blocks of 64 tokens
+    near, mask = (CAUSAL & selected(entries.to(x), 64) if listed else CAUSAL for x in ("cpu", DEVICE))
+    call = {"mask": mask, "sinks": torch.randn(4, device=DEVICE)}
     ours = cached_attention(q.to(E4M3), view, q_descale=descale, backend="triton", **call)
     expected = cached_attention(
-        wide.cpu(), _on_cpu(view), mask=CAUSAL, sinks=call["sinks"].cpu(), backend="torch"
+        wide.cpu(), _on_cpu(view), mask=near, sinks=call["sinks"].cpu(), backend="torch"
     )
     assert (ours.cpu() - expected).norm() <= 0.01 * expected.norm()  # torch rounds what is stored to bf16
     if not INTERPRETED:

@@ -20,7 +20,7 @@ from ..launching.config import LaunchConfig
 from ..launching.launch import Block, Launch, cached_plan
 from ..launching.layouts import Key, key_of
 from ..launching.replay import Replay, blank
-from . import mask_tiles, schedule
+from . import mask_tiles, schedule, selected
 from . import tables as decode_tables
 from .shapes import DecodeShapes
 
@@ -31,9 +31,12 @@ class DecodePlan(NamedTuple):
     Attributes:
         decode: the launch that writes the output and LSE, or partial results if sequences are split.
         variant: the name of the kernels, which ``explain`` prints.
-        combine: the launch that combines the partial results of splits; None if no sequence is split.
+        combine: the launch that combines the partial results of splits; None if nothing is split.
         floats: the size of the buffer for partial results, in fp32 values.
         sparse: classifies the tiles of a mask function before ``decode`` runs; None without a mask function.
+        listing: the launch that writes the visible blocks of lists of selected keys before ``decode`` runs;
+            None without lists.
+        lists: the size of the buffer for these blocks, in int32 values.
     """
 
     decode: Launch
@@ -41,6 +44,8 @@ class DecodePlan(NamedTuple):
     combine: Launch | None = None
     floats: int = 0
     sparse: mask_tiles.OverCache | None = None
+    listing: Launch | None = None
+    lists: int = 0
 
 
 class Cached:
@@ -60,9 +65,8 @@ class Cached:
 
     def variant(self, call: Call) -> str:
         """Return the name of the kernels that run a call: "plain" or "Hopper"."""
-        given = _schedule_of(call.kv)
-        a = flat_over_view(call, given)
-        return decode_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
+        a = flat_over_view(call, _schedule_of(call.kv))
+        return decode_plan(self.key(_with_schedule(a))).variant
 
     def prepare(self, call: Call) -> Run | None:
         """Return a function that repeats a call on new queries of the same layout, or None if impossible.
@@ -117,13 +121,16 @@ class Cached:
         out, lse = outputs(a.q, a.value_plane)
         if not (out.numel() and a.lengths.numel()):
             return out.zero_(), lse.fill_(-torch.inf)
-        a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
+        a = _with_schedule(a)
         plan = decode_plan(self.key(a))
         tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)} | captured(a)
         if plan.sparse is not None:
             tensors["states"] = a.q.new_empty(plan.sparse.states, dtype=torch.int8)
             tensors["runs"] = a.q.new_empty(plan.sparse.runs, dtype=torch.int32)
             plan.sparse.launch.on(tensors)
+        if plan.listing is not None:
+            tensors["lists"] = a.q.new_empty(plan.lists, dtype=torch.int32)
+            plan.listing.on(tensors | {"key_starts": a.starts, "key_ends": None})
         plan.decode.on(tensors)
         if plan.combine is not None:
             plan.combine.on(tensors)
@@ -158,14 +165,16 @@ def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
     return a._asdict() | {"k_rope": tail, "v": a.value_plane, "v_scale": scale} | none
 
 
-def _scheduled(a: CachedArguments) -> Tensor:
-    """Compute a schedule for a call whose view has none."""
+def _with_schedule(a: CachedArguments) -> CachedArguments:
+    """Compute a schedule for a call whose view has none, unless lists are split instead of sequences."""
+    if a.schedule is not None or a.selected is not None:
+        return a
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule(
         a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size
     )
     schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
-    return made
+    return a._replace(schedule=made)
 
 
 def _kernel(x: DecodeShapes) -> Callable:
@@ -210,6 +219,8 @@ def decode_plan(key: Key) -> DecodePlan:
     from ..kernels.split_kv import combine
 
     x = DecodeShapes(key)
+    if x.a.selected is not None:
+        return DecodePlan(variant="plain", **selected.plan(x)._asdict())
     tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
     early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}

@@ -6,6 +6,7 @@ from ....tracing.program import Program
 from ...operators import result_dtype
 from ..functions.programs import bounds, functions
 from ..launching import layouts
+from ..launching.config import LaunchConfig
 from ..launching.launch import has_gluon
 from ..launching.layouts import Key, contiguous, scoring, strides
 from . import tables as decode_tables
@@ -24,24 +25,22 @@ class DecodeShapes:
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
         self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_rope, a.v) if x]
+        rows = decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group
+        one = not self.packed and self.s == 1
+        if a.selected is not None:  # the query heads of one query that share a list and a KV head
+            rows, one = self.h // max(a.selected.shape[-2], self.g), True
         self.case = decode_tables.DecodeCase(
-            decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
-            d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
-            one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size,
+            rows, d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
+            one=one, page_size=0 if columns == 1 else page_size,
             arch=arch_of(key.device), changed=a.score_program is not None,
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and (a.mask_program is a.score_program is None or a.v is None)
-        takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
-        # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
-        # values, it loads the scales of 8 KV heads, because a program decodes up to 8 of them together.
-        takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
-        self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
-        if self.hopper and a.mask_program and not self._is_aligned():
-            self.hopper = None
+        self.hopper = self._dedicated(key)
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        if a.selected is not None:
+            self.tiles = decode_tables.selected(self.case, block_size=a.block_size)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries per sequence
@@ -63,10 +62,21 @@ class DecodeShapes:
             self.blocks = 1  # the blocks of all sequences are numbered consecutively
         self._count(processors)
 
-    def _is_aligned(self) -> bool:
-        """Return True if all rows of a block have the same rows of states of a mask function's tiles."""
-        rows = self.hopper.block_m
-        return "h" not in Program(self.a.mask_program).read and 0 in (rows % self.group, self.group % rows)
+    def _dedicated(self, key: Key) -> LaunchConfig | None:
+        """Return the tiles of the dedicated Hopper kernel that takes the call, or None."""
+        a = self.a
+        takes = key.hopper and a.selected is None
+        takes = takes and (a.mask_program is a.score_program is None or a.v is None)
+        takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
+        # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
+        # values, it loads the scales of 8 KV heads, because a program decodes up to 8 of them together.
+        takes = takes and (a.k_scale is None or (a.k.shape[1] % 4 if a.v is None else self.g % 8) == 0)
+        found = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
+        if found is not None and a.mask_program is not None:
+            # All rows of a block must have the same rows of states of the mask function's tiles.
+            fits = 0 in (found.block_m % self.group, self.group % found.block_m)
+            return found if fits and "h" not in Program(a.mask_program).read else None
+        return found
 
     def _count(self, processors: int) -> None:
         """Count the programs of the grid, and the rows of the buffer for partial results."""
@@ -111,7 +121,7 @@ class DecodeShapes:
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
             "long": self.long_slots, "long_splits": self.long_splits, "lines": self.lines,
-            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings,
+            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings if a.schedule else 0,
             "BLOCKS": self.blocks, "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail,
             "D_MAIN": main, "D_TAIL": tail, "TAIL": 0 if case.tail else main, "E": case.value_dim,
             "E_MAIN": value, "LATENT": case.latent, "ONE": case.one, "SCHEDULED": self.scheduled,

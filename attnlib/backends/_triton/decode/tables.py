@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
-from ..launching.config import LaunchConfig, fitting, power_of_two, widths
+from ..launching.config import LaunchConfig, fitting, in_blocks, power_of_two, widths
 
 # The capacity of a schedule is the number of splits it aims for. At full capacity, splits begin at multiples
 # of FINEST tokens. Each halving of the capacity doubles this step, up to GRANULARITY tokens.
@@ -98,6 +98,12 @@ FP32 = (
 # Tiles for latent caches (MLA) on GPUs with 200 KB of shared memory. The tile of 64 rows needs sm_90.
 LATENT_ROWS_16 = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
+# Tiles for tokens of latents that lists select. Every token has an address of its own, which takes registers:
+# LATENT_ROWS_64 would spill 968 bytes, 64 x 32 spills 120, and EIGHT_BIT would spill 440 (sm_90, triton 3.6).
+# A prototype with 64 x 32 took 181 us for 64 sequences with 2,048 of 8k tokens and 128 heads (H100, 2026-11).
+SELECTED_ROWS_64 = LaunchConfig(64, 32, 3, 8, resident=1)
+SELECTED_INT8_FP8 = LaunchConfig(16, 32, 4, 4)
+LEAST_SELECTED = 64  # keys of a split of a list (not timed)
 # The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 uses 16 query rows as the columns of
 # a matrix product, ROWS_64 uses 64 as its rows. Microseconds, 32 query heads, 64 sequences of 8k tokens:
 #   tile                            bf16  fp8  int8
@@ -219,6 +225,34 @@ def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
 def fixed(case: DecodeCase) -> LaunchConfig:
     """Return the tiles of a batch-invariant call, which do not depend on the number of queries."""
     return _with_less(fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest), case)
+
+
+def selected(case: DecodeCase, *, block_size: int) -> LaunchConfig:
+    """Return the tiles of the kernel over keys that lists select in blocks of ``block_size`` keys.
+
+    >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
+    >>> [selected(case._replace(rows=rows), block_size=1).block_n for rows in (16, 128)]
+    [64, 32]
+    """
+    config, wide = decode(case), case.widest > 256
+    if config == LATENT_ROWS_64._replace(tma=config.tma):
+        config = SELECTED_ROWS_64
+    elif wide and case.itemsize == 1 and (case.rows <= 16 or case.arch not in (90, 100)):
+        config = _with_less(SELECTED_INT8_FP8, case)  # 64 x 16 would spill 5 KB (sm_80, triton 3.6)
+    return in_blocks(config._replace(tma=False), block_size)
+
+
+def list_splits(config: LaunchConfig, keys: int, programs: int, processors: int) -> int:
+    """Return the number of splits of each list: enough to fill the GPU, or as many as have enough keys.
+
+    A list selects up to ``keys`` keys. Without splits, there would be ``programs`` programs.
+
+    >>> [list_splits(SELECTED_ROWS_64, 2048, 2 * queries, 132) for queries in (1, 8, 32, 64)]
+    [32, 8, 2, 1]
+    """
+    tiles, missing = max(1, -(-keys // config.block_n)), config.resident * processors // max(1, programs)
+    tiles_each = -(-tiles // max(1, min(missing, keys // LEAST_SELECTED)))
+    return -(-tiles // tiles_each)
 
 
 def may_use_tf32(case: DecodeCase) -> bool:

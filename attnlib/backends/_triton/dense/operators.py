@@ -234,7 +234,8 @@ class _BackwardReplay:
 
 def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
     """Return the classified tiles of a mask function, and a new buffer for the lists of tiles to visit."""
-    return {"states": a.mask_tiles, "lists": a.q.new_empty(numbers, dtype=torch.int32) if numbers else None}
+    lists = a.q.new_empty(numbers, dtype=torch.int32) if numbers else None
+    return {"states": a.mask_tiles, "lists": lists, "lengths": None}
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

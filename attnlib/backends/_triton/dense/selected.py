@@ -12,16 +12,13 @@ from ..launching.layouts import has_slopes
 from . import hopper_tables, tables
 from .shapes import DenseShapes
 
-COMPARED = 16  # entries of a list that all its entries are compared with at a time
-
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Return the reasons why no kernel computes the lists of a call with this spec."""
     given = {
-        "over a cache": spec.kind == "cached",
         "with gradients": spec.grad,
         "with dropout": spec.dropout,
-        "in fp8": E4M3 in (spec.dtype, spec.compute_dtype),
+        "in fp8": spec.kind != "cached" and E4M3 in (spec.dtype, spec.compute_dtype),
         "in attention_weights and attention_maxima": spec.statistic,
     }
     lacking = [name for name, is_given in given.items() if is_given]
@@ -79,7 +76,7 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
 
     *tokens, planes, slots = indices
     more = {"planes": planes, "slots": slots, "BLOCK_SIZE": block_size}
-    entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
+    entries = LaunchConfig(power_of_two(slots), 0, 1, 4)
     launch = x.launch(list_blocks, queries(x) * planes, entries, more)
     return Lists(launch, prod(tokens) * planes * (slots + 1), more)
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
-from ..launching.config import LaunchConfig, fitting, power_of_two, widths
+from ..launching.config import LaunchConfig, fitting, in_blocks, power_of_two, widths
 
 # The keys and values of heads that run together may take this many bytes, about half of an H200's L2 cache.
 L2 = 24 << 20
@@ -274,14 +274,11 @@ def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
 def selected(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
     """Return the tiles of the forward over keys that lists select in blocks of ``block_size`` keys.
 
-    Its rows are the query heads of one query that share a list and a KV head. A tile lies in one block if it
-    can do so with at least 32 keys. Otherwise it has as many keys as others, and each has its own block.
+    Its rows are the query heads of one query that share a list and a KV head.
     """
     table = SELECTED if case.arch in ROOMY else SELECTED_SMALL
     config = fitting(SELECTED_FP32 if case.itemsize > 2 else table, _widest(case))
-    even = block_size & -block_size  # the largest power of two that divides it
-    block_n = min(config.block_n, even) if even >= 32 else config.block_n
-    return config._replace(block_m=min(config.block_m, power_of_two(rows)), block_n=block_n)
+    return in_blocks(config._replace(block_m=min(config.block_m, power_of_two(rows))), block_size)
 
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:

@@ -10,13 +10,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import KeyBand, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import DecodeSizes, RunningSums, Scoring, Stored, sweep
+from .decode_tiles import DecodeSizes, RunningSums, Scoring, Stored, load_queries, sweep
 from .paged import claimed, tokens_of_split
 from .runs import BlockSizes, SplitTokens, States, list_runs, run_at
 from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_behind
 from .split_kv import join, shares
-from .stored_bytes import QueryFactors, halved, in_range, pairs_at
-from .tile import COUNTS, ChannelBlocks, Rows, load_columns
+from .stored_bytes import pairs_at
+from .tile import COUNTS, Rows
 
 
 @triton.jit
@@ -103,7 +103,6 @@ def decode(
     if not SPLIT_SIZE and n >= 0:  # a long sequence, which is not split if SPLIT_SIZE is set
         low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
-    STORED: tl.constexpr = k_ptr.dtype.element_ty
     PER: tl.constexpr = 2 if PAIRS else 1  # channels in each loaded element
     k_ptr, v_ptr = k_ptr + kv_head * stride_kg, v_ptr + kv_head * stride_vg
     keys, values = (pairs_at(k_ptr), pairs_at(v_ptr)) if PAIRS else (k_ptr, v_ptr)
@@ -119,17 +118,13 @@ def decode(
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
     sizes: tl.constexpr = DecodeSizes(
-        D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION
+        D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, k_ptr.dtype.element_ty, PRECISION
     )
 
-    MAIN: tl.constexpr = E if LATENT else D_MAIN  # query channels in the first block, before the tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
-    q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
-    queries = ChannelBlocks(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
-    if SCALED and q.dtype != tl.float32:
-        queries, gain = in_range(queries, k_rope_ptr.dtype.element_ty if LATENT and D_TAIL else tl.float16)
+    queries, gain = load_queries(q_ptr, at, valid, stored, sizes, D_MAIN)
+    if SCALED and q_ptr.dtype.element_ty != tl.float32:
         scale *= descaled(gain, q_descale_ptr, known * (KV_HEADS * group) + head, sequence, batch)[:, None]
-    queries = halved(queries) if PAIRS else QueryFactors(queries.main, queries.main, queries.tail)
     slope = (
         None
         if alibi_slopes_ptr is None

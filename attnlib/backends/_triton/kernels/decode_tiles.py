@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from .band import ChunkOrigin, KeyBand, tile_at, visible
-from .paged import entries_at, page_in, place
+from .paged import entries_at, page_in, place, tokens_from
 from .scores import Modifiers, changed, modify, online_softmax, placed, unit_behind
-from .stored_bytes import as_factor, both_factors, split_scale
-from .tile import Rows, load_columns
+from .stored_bytes import QueryFactors, as_factor, both_factors, halved, in_range, split_scale
+from .tile import ChannelBlocks, Rows, load_columns
 
 
 class DecodeSizes(NamedTuple):
@@ -84,6 +84,23 @@ class Scoring(NamedTuple):
 
 
 @triton.jit
+def load_queries(q_ptr, at, valid, stored, sizes, D_MAIN: tl.constexpr):
+    """Load query rows as operands of products with stored keys, and return them with a factor for each row.
+
+    The scores of a row must be multiplied by its factor. Without stored bytes and in fp32, it is 1.0.
+    """
+    LATENT: tl.constexpr = stored.v.ptr is None
+    MAIN: tl.constexpr = sizes.E if LATENT else D_MAIN  # channels in the first block, before the tail
+    q = load_columns(q_ptr, at, valid, sizes.E if LATENT else sizes.D, D_MAIN, True)
+    tail = load_columns(q_ptr + MAIN, at, valid, sizes.D - MAIN, sizes.D_TAIL, True) if sizes.D_TAIL else q
+    queries, gain = ChannelBlocks(q, tail), 1.0
+    if stored.k_scale.ptr is not None and q.dtype != tl.float32:
+        OF_TAIL: tl.constexpr = stored.tail.ptr.dtype.element_ty if LATENT and sizes.D_TAIL else tl.float16
+        queries, gain = in_range(queries, OF_TAIL)
+    return halved(queries) if sizes.PAIRS else QueryFactors(queries.main, queries.main, queries.tail), gain
+
+
+@triton.jit
 def load_plane(
     x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
 ):
@@ -109,14 +126,17 @@ def add_tile(
     sums, page, n, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the tile of ``BLOCK`` tokens that begins at token ``n`` to the running sums."""
+    """Add the tile of ``BLOCK`` tokens that begins at token ``n`` to the running sums.
+
+    If ``n`` is a tensor, it has all tokens of the tile.
+    """
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels per loaded element
     # The number of key channels in the first block, before the tail.
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER
     q = queries.main
-    j = n + tl.arange(0, BLOCK)
+    j = tokens_from(n, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
     WIDTH: tl.constexpr = (MAIN if LATENT else sizes.D) // PER
     k = load_plane(stored.k, page, n, valid, WIDTH, q.shape[1], sizes.PAGE, MASKED)
@@ -128,7 +148,6 @@ def add_tile(
     if SCALED:
         k_scale = load_scale(stored.k_scale, page, n, valid, sizes.PAGE)
         v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
-        exponent, inverse, rest = split_scale(v_scale)
 
     i, band, modifiers = scoring.i, scoring.band, scoring.modifiers
     at = placed(
@@ -149,6 +168,7 @@ def add_tile(
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
         s *= k_scale[None, :]
+        exponent, inverse, rest = split_scale(v_scale)  # if it came before, Triton 3.6 could not compile all
     if sizes.D_TAIL and LATENT:  # the tail of a latent key has no scale
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     s, _ = modify(s, modifiers, (i + band.offset)[:, None], j[None, :])

@@ -36,6 +36,12 @@ def pages_of(PAGE, BLOCK):
 
 
 @triton.jit
+def tokens_from(n, BLOCK: tl.constexpr):
+    """Return the tokens of a tile: ``BLOCK`` tokens from ``n`` on, or ``n`` itself if it has all of them."""
+    return n if len(n.shape) > 0 else n + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the position within its page of token ``n``, the first token of a tile."""
     return 0 if PAGE == 0 or BLOCK % PAGE == 0 else n % PAGE
@@ -43,12 +49,12 @@ def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the page-table entries of the tile that begins at token ``n``.
+    """Load the page-table entries of the tile that begins at token ``n``, or of a tile of the tokens ``n``.
 
-    If the tile has few pages, return one scalar entry per page; otherwise a tensor with an entry per token.
+    If a tile has few pages, return one scalar entry per page; otherwise a tensor with an entry per token.
     """
-    FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW
-    entries = (entry_of(table_ptr, n if FEW_PAGES else n + tl.arange(0, BLOCK), end, PAGE),)
+    FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW and len(n.shape) == 0
+    entries = (entry_of(table_ptr, n if FEW_PAGES else tokens_from(n, BLOCK), end, PAGE),)
     first = n - page_offset(n, PAGE, BLOCK)
     for p in tl.static_range(1, pages_of(PAGE, BLOCK) if FEW_PAGES else 1):
         entries = entries + (entry_of(table_ptr, first + p * PAGE, end, PAGE),)  # noqa: RUF005
@@ -68,7 +74,10 @@ def page_named(entry, pages):
 
 @triton.jit
 def page_in(entries, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the page of the tile that begins at token ``n``, or a tensor with the page of each token."""
+    """Return the page of the tile that begins at token ``n``, or a tensor with the page of each token.
+
+    ``entries`` are those of :func:`entries_at`.
+    """
     page, token = page_named(entries[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
     for p in tl.static_range(1, len(entries)):
         page = tl.where(token < p * PAGE, page, page_named(entries[p], pages))
@@ -77,8 +86,8 @@ def page_in(entries, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offsets, in elements, of the tokens from ``n`` on in the paged tensor ``x``."""
-    within = n + tl.arange(0, BLOCK)
+    """Return the offsets, in elements, of a tile's tokens (see :func:`tokens_from`) in the tensor ``x``."""
+    within = tokens_from(n, BLOCK)
     if PAGE:
         within = within % PAGE
     if PAGE == 0 or PAGE > 256:  # smaller pages have fewer than 2^31 elements

@@ -33,6 +33,34 @@ def join(acc, l_i, m_i, x, lse2):
     return tl.fma(x, new[:, None], acc * old[:, None]), l_i, m_i
 
 
+@triton.jit
+def joined(
+    split_ptr, lse_ptr, rows, step, splits, valid, columns, E_MAIN: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Merge the ``splits`` partial results of each row, ``AT_ONCE`` at a time; return acc, sum and maximum.
+
+    The first result of a row is line ``rows`` of ``split_ptr``, and the others follow ``step`` lines apart.
+    """
+    l_i, m_i = tl.zeros(rows.shape, tl.float32), tl.full(rows.shape, float("-inf"), tl.float32)
+    acc = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for p in range(0, splits, AT_ONCE):
+        several = p + tl.arange(0, AT_ONCE)
+        line = rows[:, None] + several[None, :].to(tl.int64) * step
+        there = valid[:, None] & (several < splits)[None, :]
+        x = tl.load(
+            split_ptr + line[:, :, None] * E_MAIN + columns[None, None, :],
+            mask=there[:, :, None],
+            other=0.0,
+        )
+        lse2 = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(lse2, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
+        acc = acc * old[:, None] + tl.sum(x * weight[:, :, None], 1)
+        l_i, m_i = l_i * old + tl.sum(weight, 1), m_new
+    return acc, l_i, m_i
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
@@ -78,9 +106,9 @@ def combine(
     for r0 in range(first, end, TOGETHER):
         r = r0 + tl.arange(0, TOGETHER)
         valid = r < end
-        l_i, m_i = tl.zeros([TOGETHER], tl.float32), tl.full([TOGETHER], float("-inf"), tl.float32)
-        acc = tl.zeros([TOGETHER, WIDTH], tl.float32)
         if SPLIT_SIZE:
+            l_i, m_i = tl.zeros([TOGETHER], tl.float32), tl.full([TOGETHER], float("-inf"), tl.float32)
+            acc = tl.zeros([TOGETHER, WIDTH], tl.float32)
             for p in range(splits):
                 line = origin + r + p * step
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
@@ -88,21 +116,7 @@ def combine(
                     acc, l_i, m_i, x, tl.load(of_lse + line, mask=valid, other=float("-inf"))
                 )
         else:
-            for p in range(0, splits, AT_ONCE):
-                several = p + tl.arange(0, AT_ONCE)
-                line = (origin + r)[:, None] + several[None, :].to(tl.int64) * step
-                there = valid[:, None] & (several < splits)[None, :]
-                x = tl.load(
-                    split_ptr + line[:, :, None] * E_MAIN + c[None, None, :],
-                    mask=there[:, :, None],
-                    other=0.0,
-                )
-                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))
-                m_new = tl.maximum(m_i, tl.max(lse2, 1))
-                safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
-                acc = acc * old[:, None] + tl.sum(x * weight[:, :, None], 1)
-                l_i, m_i = l_i * old + tl.sum(weight, 1), m_new
+            acc, l_i, m_i = joined(split_ptr, of_lse, origin + r, step, splits, valid, c, E_MAIN, AT_ONCE)
         token, head = (row + (r + shift) // group).to(tl.int64), kv_head * group + (r + shift) % group
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf")).to(tl.float32)

@@ -14,7 +14,7 @@ COUNTS = (
     "stride_table", "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages",
     "page_size", "rows", "slots", "schedule_offset", "limit", "reach", "capacity", "long", "long_splits",
     "room", "planes", "columns", "chunks", "stride_state_b", "stride_state_h", "stride_list_b",
-    "stride_list_h", "stride_rb", "stride_rh", "stride_rows",
+    "stride_list_h", "stride_rb", "stride_rh", "stride_rows", "splits",
 )  # fmt: skip
 
 

@@ -32,6 +32,16 @@ def fitting(table: tuple[tuple, ...], n: int):
     return next(entry for limit, entry in table if n <= limit)
 
 
+def in_blocks(config: LaunchConfig, block_size: int) -> LaunchConfig:
+    """Return tiles for keys that lists select in blocks of ``block_size`` keys.
+
+    A tile lies in one block if it can do so with at least 32 keys. Otherwise it has as many keys as other
+    tiles, and each has its own block.
+    """
+    even = block_size & -block_size  # the largest power of two that divides it
+    return config._replace(block_n=min(config.block_n, even)) if even >= 32 else config
+
+
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that holds ``n``, but at least 16, which matrix products require."""
     return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,54 @@
+"""Plan the launches of a call over a cache whose mask selects keys by lists."""
+
+from math import prod
+from typing import NamedTuple
+
+from ..launching.config import LaunchConfig, power_of_two
+from ..launching.launch import Launch
+from . import tables
+from .shapes import DecodeShapes
+
+
+class SelectedPlan(NamedTuple):
+    """The launches of a call, and the sizes of two buffers.
+
+    Attributes:
+        listing: the launch that writes the visible blocks of each list to the buffer ``lists``.
+        decode: the launch that writes the output and LSE, or partial results if lists are split.
+        combine: the launch that merges the partial results; None if lists are not split.
+        lists: the size of the buffer ``lists``, in int32 values.
+        floats: the size of the buffer for partial results, in fp32 values.
+    """
+
+    listing: Launch
+    decode: Launch
+    combine: Launch | None
+    lists: int
+    floats: int
+
+
+def plan(x: DecodeShapes) -> SelectedPlan:
+    """Return the launches of a call."""
+    from ..kernels.selected.decode import merge_splits, selected_decode
+    from ..kernels.selected.lists import list_blocks
+
+    *tokens, planes, slots = x.a.selected.shape
+    tiles, arguments, rows = x.tiles, x.arguments(), x.case.rows
+    queries, lines = x.s + x.b + 1 if x.packed else x.b * x.s, prod(tokens) * x.h
+    units = x.h // rows * -(-rows // tiles.block_m)
+    keys = min(slots * x.a.block_size, x.max_tokens)
+    splits = tables.list_splits(tiles, keys, prod(tokens) * units, x.processors)
+    arguments |= {
+        "heads": x.h, "rows": rows, "planes": planes, "slots": slots, "t": arguments["limit"],
+        "BLOCK_SIZE": x.a.block_size, "splits": splits, "lines": lines,
+    }  # fmt: skip
+    early, combine = arguments["EARLY"], None
+    if splits > 1:
+        together, at_once, channels = tables.joined(splits, arguments["E_MAIN"], lines)
+        arguments |= {"WIDTH": channels, "AT_ONCE": at_once, "TOGETHER": together}
+        programs = -(-lines // together) * (arguments["E_MAIN"] // channels)
+        combine = Launch(merge_splits, programs, arguments, LaunchConfig(0, 0, 1, 4), early=early)
+    floats = splits * lines * (arguments["E_MAIN"] + 1) if splits > 1 else 0
+    decode = Launch(selected_decode, queries * units * splits, arguments, tiles, early=early)
+    listing = Launch(list_blocks, queries * planes, arguments, LaunchConfig(power_of_two(slots), 0, 1, 4))
+    return SelectedPlan(listing, decode, combine, prod(tokens) * planes * (slots + 1), floats)
