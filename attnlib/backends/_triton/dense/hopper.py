@@ -79,7 +79,7 @@ def forward(key: Key) -> Forward:
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
     takes = takes and not (x.case.by_function and x.case.itemsize == 1) and _is_precise(a)
     takes, config = takes and key.hopper and has_gluon(), None
-    if takes and key.same_start and selected.takes_latents(x, a):
+    if takes and selected.takes_latents(x, a):
         launches, lists = selected.forward_of_latents(x, *x.selected)
         return Forward(launches, "Hopper", lists=lists)
     if takes and a.selected is None:

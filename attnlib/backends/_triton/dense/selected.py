@@ -35,18 +35,17 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     found, rows = lists(x, indices, block_size), x.h // max(indices[-2], x.g)
     tiles = tables.selected(x.case, rows=rows, block_size=block_size)
     units = x.h // rows * -(-rows // tiles.block_m)
-    more = found.arguments | {"rows": rows}  # query heads that share a list and a KV head
+    more = found.arguments | {"rows": rows, "OWN_VALUES": x.own_values}
     return (found.launch, x.launch(selected_forward, queries(x) * units, tiles, more)), found.numbers
 
 
 def takes_latents(x: DenseShapes, a: Arguments) -> bool:
-    """True if the Hopper kernel for selected tokens of latents takes a call with these layouts.
-
-    ``k`` and ``v`` of the call must start at the same address.
-    """
+    """True if the Hopper kernel for selected tokens of latents takes a call with these layouts."""
+    if x.selected is None or x.own_values:
+        return False
     (*_, planes, _), block_size = x.selected
     plain = not (has_slopes(a) or x.case.by_function)
-    latents = x.g == planes == block_size == 1 and a.k.strides == a.v.strides
+    latents = x.g == planes == block_size == 1
     near = a.q.strides[-2] < tables.FARTHEST  # int32 offsets must reach across 64 heads
     return plain and latents and near and hopper_tables.takes_latents(x.case, heads=x.h)
 

@@ -32,11 +32,12 @@ def selected_forward(
     batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
-    ``rows`` adjacent query heads share a list and a KV head. One program computes ``BLOCK_M`` of them for one
+    ``rows`` adjacent query heads share a list and a KV head. The values are the first channels of the keys
+    unless ``OWN_VALUES``. One program computes ``BLOCK_M`` of them for one
     query, over ``BLOCK_N`` selected keys at a time, which lie in one block if ``BLOCK_N`` divides its size.
     """
     # Programs of a KV head run together, because the L2 cache may hold its keys but not those of all heads.
@@ -96,7 +97,10 @@ def selected_forward(
         p = tl.where(seen, p, float("-inf"))
         m_i, p, correction = online_softmax(m_i, p, factor)
         l_i = l_i * correction + tl.sum(p, 1)
-        v = gathered_tile(v_rows, of_k, j, stride_vt, there, e).main
+        if OWN_VALUES or D_MAIN != E_MAIN:
+            v = gathered_tile(v_rows, of_k, j, stride_vt, there, e).main
+        else:
+            v = k.main
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
 
     nothing = l_i == 0.0
