@@ -25,8 +25,13 @@ from attnlib import (
     sliding,
 )
 from attnlib import cached_attention_with_lse as attend
+from attnlib.backends._torch.implementations import cached
+from attnlib.backends._triton import backend
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching.config import LaunchConfig
+from attnlib.backends.operators import flat_over_view
+from attnlib.call.call import Call as Attention
+from attnlib.call.call import checked
 from attnlib.masks import selected
 
 WINDOW = 9 if INTERPRETED else 70
@@ -49,7 +54,7 @@ FACTORS = {
 if not INTERPRETED:
     FACTORS |= {
         "layout": ((8, 128, 128), (2, 64, 64), (1, 59, 24), (2, 192, 128), (1, 256, 256), (512, 64), (64, 0)),
-        "group": (1, 4, 32),
+        "group": (1, 4, 128),
         "form": (("g", 6, 64), ("one", 300, 1), ("h", 5, 128), ("g", 12, 32), ("one", 9, 100)),
         "page": (64, 1, 16, 256, 24, None),
         "queries": (1, 17, (1, 1, 1), (0, 1, 3)),
@@ -282,6 +287,19 @@ def test_a_graph_takes_other_entries_and_lengths(processors, plan):
     view.lengths.sub_(7)
     graph.replay()
     assert_same_bits(*zip(captured, run(), strict=True))
+
+
+def test_a_chunk_counts_blocks_from_the_start_of_the_larger_call(plan):
+    """Whose queries and keys begin elsewhere, so that blocks begin within tiles."""
+    call = store(SMALL, Sizes((40, 23), page_size=4)).call(2, 4)
+    results = []
+    view = call.stored.view
+    for run, kv, device in ((backend.cached.run, view, DEVICE), (cached, near(view), "cpu")):
+        mask = CAUSAL & selected(lists(2, 2, 2, 3, 4).to(device), 16)
+        given = flat_over_view(checked(Attention(call.q.to(device), mask, kv=kv)))
+        origin = torch.tensor([[9, 7, 0, 0], [0, 21, 0, 3]], dtype=torch.int32, device=device)
+        results.append([x.cpu() for x in run(*given._replace(origin=origin))])
+    torch.testing.assert_close(*results)
 
 
 def test_who_runs_a_call(plan):
