@@ -1,5 +1,6 @@
 """Plan the launches of a forward whose mask selects keys by lists."""
 
+from collections.abc import Callable
 from math import prod
 
 from ....call.spec import AttentionSpec
@@ -16,7 +17,6 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     """Return the reasons why no kernel computes the lists of a call with this spec."""
     given = {
         "over a cache": spec.kind == "cached",
-        "with gradients": spec.grad,
         "with dropout": spec.dropout,
         "in fp8": E4M3 in (spec.dtype, spec.compute_dtype),
         "in attention_weights and attention_maxima": spec.statistic,
@@ -31,17 +31,35 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     ``indices`` is the shape of the lists, ``[b, s, c, n]`` or packed ``[t, c, n]``.
     """
     from ..kernels.selected.forward import selected_forward
+
+    before, more, numbers = lists(x, indices, block_size)
+    tiles = tables.selected(x.case, rows=more["rows"], block_size=block_size)
+    return (before, launch_by_queries(x, selected_forward, tiles, more)), numbers
+
+
+def lists(
+    x: DenseShapes, indices: tuple[int, ...], block_size: int, *, blocks: int = 0
+) -> tuple[Launch, dict[str, int], int]:
+    """Return the launch that lists visible blocks, arguments of kernels, and the size of ``lists`` in int32.
+
+    ``blocks`` is the number of blocks of all lists, which only a backward needs.
+    """
     from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = indices
     rows = x.h // max(planes, x.g)  # query heads that share a list and a KV head
-    tiles = tables.selected(x.case, rows=rows, block_size=block_size)
-    more = {"planes": planes, "slots": slots, "rows": rows, "BLOCK_SIZE": block_size}
-    queries = x.s + x.batch + 1 if x.packed else x.batch * x.s
+    more = {"planes": planes, "slots": slots, "rows": rows, "blocks": blocks, "BLOCK_SIZE": block_size}
     entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
-    units = x.h // rows * -(-rows // tiles.block_m)
-    launches = (
-        x.launch(list_blocks, queries * planes, entries, more),
-        x.launch(selected_forward, queries * units, tiles, more),
-    )
-    return launches, prod(tokens) * planes * (slots + 1)
+    launch = x.launch(list_blocks, _queries(x) * planes, entries, more)
+    return launch, more, prod(tokens) * planes * (slots + 1)
+
+
+def launch_by_queries(x: DenseShapes, kernel: Callable, tiles: LaunchConfig, more: dict[str, int]) -> Launch:
+    """Return a launch with programs for each query and the heads that share a list and a KV head."""
+    units = x.h // more["rows"] * -(-more["rows"] // tiles.block_m)
+    return x.launch(kernel, _queries(x) * units, tiles, more)
+
+
+def _queries(x: DenseShapes) -> int:
+    """Return the number of queries; every packed sequence counts one more, and so do tokens of none."""
+    return x.s + x.batch + 1 if x.packed else x.batch * x.s
