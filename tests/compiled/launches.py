@@ -31,7 +31,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import QUANTIZE, SELECTED, STATISTICS, Build
+from .builds import QUANTIZE, SELECTED, SELECTED_BACKWARD, STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -106,7 +106,19 @@ def _dense(build: Build) -> Prepared:
             "transposed": torch.empty(plan.transposed, dtype=dtype, device="meta"),
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
+    if build.kernel in SELECTED_BACKWARD:
+        launches = plan.queries, *plan.passes[0][1:]
+        return launches[SELECTED_BACKWARD.index(build.kernel)], named | _inverted(plan.by_list)
     return getattr(plan, build.kernel.removeprefix("backward_")), named
+
+
+def _inverted(by_list: bool) -> dict[str, Tensor | None]:
+    """The tensors of a backward that inverts lists, or adds up the entries of each."""
+    numbers = torch.empty(4096, dtype=torch.int32, device="meta")
+    return {
+        "parts": numbers.float(), "edges": numbers, "order": numbers.long() if by_list else None,
+        "choosers": None if by_list else numbers,
+    }  # fmt: skip
 
 
 def _statistic(build: Build, key: Key, named: dict[str, Tensor | None]) -> Prepared:
@@ -165,18 +177,19 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
     has_lists = build.block or build.function in ("documents", "tree")
-    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else KV_HEADS
+    rows, kv_heads = dense(1, 1).shape[:-2], 1 if build.block == 1 else KV_HEADS  # tokens are latents
     out = dense(QUERY_HEADS, e)
     rowwise = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {
-        "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
-        "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
+        "q": dense(QUERY_HEADS, d, apart), "k": dense(kv_heads, d, apart), "v": dense(kv_heads, e, apart),
+        "dq": dense(QUERY_HEADS, d), "dk": dense(kv_heads, d), "dv": dense(kv_heads, e),
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists),
-        "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
+        "selected": numbers(*rows, kv_heads, 64 // kv_heads, dtype=torch.int32, given=build.block),
+        "block_ids": None,
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
+from typing import NamedTuple
 
 from ....call.spec import AttentionSpec
 from ....fp8 import E4M3
@@ -32,34 +33,44 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     """
     from ..kernels.selected.forward import selected_forward
 
-    before, more, numbers = lists(x, indices, block_size)
-    tiles = tables.selected(x.case, rows=more["rows"], block_size=block_size)
-    return (before, launch_by_queries(x, selected_forward, tiles, more)), numbers
+    listed = lists(x, indices, block_size)
+    tiles = tables.selected(x.case, rows=listed.arguments["rows"], block_size=block_size)
+    launch = launch_by_queries(x, selected_forward, tiles, listed.arguments)
+    return (listed.launch, launch), listed.numbers
 
 
-def lists(
-    x: DenseShapes, indices: tuple[int, ...], block_size: int, *, blocks: int = 0
-) -> tuple[Launch, dict[str, int], int]:
-    """Return the launch that lists visible blocks, arguments of kernels, and the size of ``lists`` in int32.
+class Lists(NamedTuple):
+    """The launch that lists visible blocks, the size of ``lists`` in int32 values, and kernel arguments."""
 
-    ``blocks`` is the number of blocks of all lists, which only a backward needs.
-    """
+    launch: Launch
+    numbers: int
+    arguments: dict[str, int]
+
+
+def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
+    """Return the launch that lists the visible blocks of lists; ``indices`` is their shape."""
     from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = indices
-    rows = x.h // max(planes, x.g)  # query heads that share a list and a KV head
-    more = {"planes": planes, "slots": slots, "rows": rows, "blocks": blocks, "BLOCK_SIZE": block_size}
+    owners = min(planes, x.g)  # of blocks: lists, or KV heads if each has several lists
+    pairs = owners if x.packed else owners * x.batch
+    more = {
+        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
+        "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
+        "owners": owners, "shared": x.g // owners,
+        "pairs": pairs, "blocks": pairs * x.blocks(x.t, block_size),
+    }  # fmt: skip
     entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
-    launch = x.launch(list_blocks, _queries(x) * planes, entries, more)
-    return launch, more, prod(tokens) * planes * (slots + 1)
+    launch = x.launch(list_blocks, queries(x) * planes, entries, more)
+    return Lists(launch, prod(tokens) * planes * (slots + 1), more)
 
 
 def launch_by_queries(x: DenseShapes, kernel: Callable, tiles: LaunchConfig, more: dict[str, int]) -> Launch:
     """Return a launch with programs for each query and the heads that share a list and a KV head."""
     units = x.h // more["rows"] * -(-more["rows"] // tiles.block_m)
-    return x.launch(kernel, _queries(x) * units, tiles, more)
+    return x.launch(kernel, queries(x) * units, tiles, more)
 
 
-def _queries(x: DenseShapes) -> int:
-    """Return the number of queries; every packed sequence counts one more, and so do tokens of none."""
+def queries(x: DenseShapes) -> int:
+    """Return the number of queries; packed sequences count one more, and so do the tokens after them."""
     return x.s + x.batch + 1 if x.packed else x.batch * x.s

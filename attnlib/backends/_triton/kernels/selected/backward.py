@@ -17,6 +17,7 @@ from ..tile import (
     Channels,
     Rows,
     TilePlace,
+    Work,
     add_products,
     first_block,
     gathered_tile,
@@ -28,11 +29,8 @@ from ..tile import (
     zeros,
 )
 
-# Counts of entries and blocks, which Triton must not specialize on either.
-INVERTED = (*COUNTS, "entries", "blocks", "first")
-NO_RESERVE: tl.constexpr = tl.constexpr(
-    1 << 30
-)  # for `owner`: no numbers between sequences, so it takes tokens
+# Triton must not specialize on the counts of inverted lists either.
+INVERTED = (*COUNTS, "owners", "pairs", "shared", "entries", "blocks", "first")
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -124,81 +122,94 @@ def selected_backward_queries(
         tl.store(dslopes_ptr + at, dslope, mask=valid)
 
 
-class KeyWork(NamedTuple):
-    """Keys ``j`` of a KV head, and the lists from ``low`` to ``high`` that select them.
+class ListedCall(NamedTuple):
+    """The offsets and counts of a call with lists; ``list_blocks`` explains owners and pairs.
 
-    The lists are in the order of ``choosers``; without it, ``low`` is the number of a single list. Keys of
-    the sequence begin at token ``key_row``, and queries at token ``query_row`` of batch entry ``plane``.
-    Partial sums go to the rows ``part``.
+    Each owner's blocks belong to ``shared`` KV heads.
     """
 
-    sequence: tl.tensor
-    plane: tl.tensor
-    kv_head: tl.tensor
-    key_row: tl.tensor
-    keys: tl.tensor
-    query_row: tl.tensor
-    queries: tl.tensor
+    cu_q_ptr: tl.tensor | None
+    cu_k_ptr: tl.tensor | None
+    batch: tl.tensor
+    s: tl.tensor
+    t: tl.tensor
+    planes: tl.tensor
+    slots: tl.tensor
+    owners: tl.tensor
+    pairs: tl.tensor
+    shared: tl.tensor
+
+
+class KeyWork(NamedTuple):
+    """Some keys ``j`` of a KV head, and ``count`` lists that select them: from ``low`` on in ``choosers``.
+
+    Without ``choosers``, there is one list, whose number is ``low``. ``work`` has the head, and the tokens of
+    the sequence. Partial sums go to the rows ``part``.
+    """
+
+    work: Work
     j: tl.tensor
     valid: tl.tensor
     low: tl.tensor
-    high: tl.tensor
+    count: tl.tensor
     part: tl.tensor
 
 
 @triton.jit
-def keys_of_block(
-    pid, edges_ptr, cu_q_ptr, cu_k_ptr, batch, kv_heads, planes, s, t, entries, blocks,
-    BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return the work of a program that takes keys of one block, and up to ``ITEM`` lists with this block.
-
-    Lists are inverted: block ``n`` is in the lists from ``edges[n]`` to ``edges[n + 1]``.
-    """
-    owners = tl.minimum(planes, kv_heads)  # of blocks: lists, or KV heads if those have several lists
-    shared, tiles = kv_heads // owners, tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    item, head = pid // (shared * tiles), pid // tiles % shared
-    block, nth = owner(edges_ptr, item, blocks, entries, 1, ITEM, 0)
-    low, count = tokens_of(edges_ptr, block, blocks, entries)
-    count = tl.where(block < blocks, count, 0)  # entries after the last edge select nothing
-    pairs, block = owners if cu_k_ptr is not None else batch * owners, tl.minimum(block, blocks - 1)
-    work = locate(block, cu_k_ptr, cu_q_ptr, batch, owners, t, s, pairs, BLOCK_SIZE, False)
-    n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = (tl.cast(item, tl.int64) * shared + head) * BLOCK_SIZE + n
-    return KeyWork(
-        work.sequence, work.plane, work.head * shared + head, work.row, work.rows, work.other, work.others,
-        work.start + n, n < BLOCK_SIZE, low + nth * ITEM, low + tl.minimum(nth * ITEM + ITEM, count), part,
+def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
+    """Return the work of a block of keys, with the number of its owner in place of a head."""
+    return locate(
+        block, call.cu_k_ptr, call.cu_q_ptr, call.batch, call.owners, call.t, call.s, call.pairs, BLOCK_SIZE,
+        False,
     )  # fmt: skip
 
 
 @triton.jit
-def keys_of_list(
-    pid, lists_ptr, cu_q_ptr, cu_k_ptr, batch, kv_heads, planes, slots, s, t, first,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return the work of a program that takes ``BLOCK_N`` keys of one list, from token ``first`` on."""
-    tiles = tl.cdiv(slots * BLOCK_SIZE, BLOCK_N)
-    kv_head, token = (pid // tiles % kv_heads).to(tl.int64), first + (pid // (tiles * kv_heads)).to(tl.int64)
-    if cu_q_ptr is not None:
-        sequence, _ = owner(cu_q_ptr, token.to(tl.int32), batch, s, 1, 1, NO_RESERVE)
-        plane = token * 0
-        query_row, queries = tokens_of(cu_q_ptr, sequence, batch, s)
-        key_row, keys = tokens_of(cu_k_ptr, sequence, batch, t)
-        sequence, key_row, query_row = sequence.to(tl.int64), key_row.to(tl.int64), query_row.to(tl.int64)
-        keys = tl.where(sequence < batch, keys, 0)
-    else:
-        plane = token // s
-        sequence, query_row, queries, key_row, keys = plane, token * 0, s, token * 0, t
-    lists = token * planes + kv_head * planes // kv_heads
+def keys_of_block(
+    call, edges_ptr, entries, blocks, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the work of a program that takes keys of one block, and up to ``ITEM`` lists with this block.
+
+    Lists are inverted: block ``n`` is in the lists from ``edges[n]`` to ``edges[n + 1]``.
+    """
+    tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
+    item, head = pid // (call.shared * tiles), pid // tiles % call.shared
+    block, nth = owner(edges_ptr, item, blocks, entries, 1, ITEM, 0)
+    low, count = tokens_of(edges_ptr, block, blocks, entries)
+    count = tl.where(block < blocks, count, 0)  # entries after the last edge select nothing
+    work = keys_of(tl.minimum(block, blocks - 1), call, BLOCK_SIZE)
     n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.load(lists_ptr + lists * (slots + 1)) * BLOCK_SIZE
-    slot, shared = n // BLOCK_SIZE, kv_heads // planes
-    block = tl.load(lists_ptr + lists * (slots + 1) + 1 + slot, mask=n < total, other=0)
-    part = (((lists - first * planes) * slots + slot) * shared + kv_head % shared) * BLOCK_SIZE
-    return KeyWork(
-        sequence, plane, kv_head, key_row, keys, query_row, queries, block * BLOCK_SIZE + n % BLOCK_SIZE,
-        n < total, lists, lists + (pid % tiles * BLOCK_N < total).to(tl.int64), part + n % BLOCK_SIZE,
-    )  # fmt: skip
+    kv_head = work.head * call.shared + head
+    of_head = Work(work.sequence, work.plane, kv_head, 0, work.row, work.rows, work.other, work.others)
+    part = (tl.cast(item, tl.int64) * call.shared + head) * BLOCK_SIZE + n
+    count = tl.minimum(count - nth * ITEM, ITEM)
+    return KeyWork(of_head, work.start + n, n < BLOCK_SIZE, low + nth * ITEM, count, part)
+
+
+@triton.jit
+def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the work of a program that takes ``BLOCK_N`` keys of one list, from query ``first`` on."""
+    tiles, kv_heads, pid = (
+        tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N),
+        call.owners * call.shared,
+        tl.program_id(0),
+    )
+    query, kv_head = (first + pid // (tiles * kv_heads)).to(tl.int64), pid // tiles % kv_heads
+    work = locate(query, call.cu_q_ptr, call.cu_k_ptr, call.batch, 1, call.s, call.t, 1, 1, False)
+    plane, token = kv_head // call.shared, work.plane * call.s + work.row + work.start
+    list_ptr = lists_ptr + (token * call.planes + plane) * (call.slots + 1)
+    total = tl.load(list_ptr, mask=work.start < work.rows, other=0) * BLOCK_SIZE
+    x = pid % tiles * BLOCK_N
+    n = x + tl.arange(0, BLOCK_N)
+    slot = n // BLOCK_SIZE
+    block = tl.load(list_ptr + 1 + slot, mask=n < total, other=0)
+    of_head = Work(
+        work.sequence, work.plane, kv_head.to(tl.int64), 0, work.other, work.others, work.row, work.rows
+    )
+    part = ((query - first) * call.planes + plane) * call.slots + slot
+    part = (part * call.shared + kv_head % call.shared) * BLOCK_SIZE + n % BLOCK_SIZE
+    j, low = block * BLOCK_SIZE + n % BLOCK_SIZE, (query * call.planes + plane).to(tl.int32)
+    return KeyWork(of_head, j, n < total, low, (x < total).to(tl.int32), part)
 
 
 @triton.jit(do_not_specialize=INVERTED)
@@ -209,7 +220,7 @@ def selected_backward_keys(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_slopes,
-    batch, heads, kv_heads, slots, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
+    batch, slots, owners, pairs, shared, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -221,23 +232,19 @@ def selected_backward_keys(
     list that selects the keys, ``BLOCK_M`` of them at a time. Score tiles are transposed,
     ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
+    call = ListedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, pairs, shared)
     if choosers_ptr is None:
-        work = keys_of_list(
-            tl.program_id(0), lists_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, kv_heads, PLANES, slots,
-            s, t, first, BLOCK_SIZE, BLOCK_N,
-        )  # fmt: skip
+        found = keys_of_list(call, lists_ptr, first, BLOCK_SIZE, BLOCK_N)
     else:
-        work = keys_of_block(
-            tl.program_id(0), edges_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, kv_heads, PLANES, s, t,
-            entries, blocks, BLOCK_SIZE, ITEM, BLOCK_N,
-        )  # fmt: skip
-    if work.low >= work.high:
+        found = keys_of_block(call, edges_ptr, entries, blocks, BLOCK_SIZE, ITEM, BLOCK_N)
+    work, in_tile, count = found.work, found.valid, found.count * ROWS
+    if count <= 0:
         return
-    sequence, keys = work.sequence, work.keys
+    sequence, keys, queries = work.sequence, work.rows, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    of_q, of_k = TilePlace(work.plane, 0, 0), TilePlace(work.plane, work.key_row, work.kv_head)
+    of_q, of_k = TilePlace(work.plane, 0, 0), TilePlace(work.plane, work.row, work.head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh)
     dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -245,36 +252,36 @@ def selected_backward_keys(
     lse2_ptr += work.plane * stride_lb
     delta_ptr += work.plane * stride_lb
 
-    loaded = work.valid & (work.j >= start) & (work.j < end)
-    k = gathered_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, work.j, stride_kt, loaded, d)
-    v = gathered_tile(Rows(v_ptr, stride_vb, stride_vt, stride_vg), of_k, work.j, stride_vt, loaded, e)
+    loaded = in_tile & (found.j >= start) & (found.j < end)
+    k = gathered_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, found.j, stride_kt, loaded, d)
+    v = gathered_tile(Rows(v_ptr, stride_vb, stride_vt, stride_vg), of_k, found.j, stride_vt, loaded, e)
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
-    j, m = work.j[:, None], tl.arange(0, BLOCK_M)
-    count = (work.high - work.low).to(tl.int32) * ROWS
-    i0 = keys - work.queries - work.query_row
-    # The lists of the next step are loaded one step ahead, since the addresses of its queries depend on them.
-    lists = chooser(choosers_ptr, work.low, m // ROWS, m < count)
+    j, m = found.j[:, None], tl.arange(0, BLOCK_M)
+    # list_blocks counts one more query for each packed sequence.
+    skipped = sequence if cu_seqlens_q_ptr is not None else work.plane * s
+    # The next step's lists are loaded one step ahead, since the addresses of its queries depend on them.
+    lists = chooser(choosers_ptr, found.low, m // ROWS, m < count)
     for x in tl.range(0, count, BLOCK_M, num_stages=STAGES):
         valid = x + m < count
-        token = tl.where(valid, lists // PLANES - work.plane * s, 0)  # int64
+        token = tl.where(valid, lists // PLANES - skipped, work.other)
         if ROWS < GROUP:  # each query head has a list
             head = tl.where(valid, lists % PLANES, 0)
         else:
-            head = tl.where(valid, work.kv_head * GROUP + (x + m) % ROWS, 0)
-        lists = chooser(choosers_ptr, work.low, (x + BLOCK_M + m) // ROWS, x + BLOCK_M + m < count)
+            head = tl.where(valid, work.head * GROUP + (x + m) % ROWS, 0)
+        lists = chooser(choosers_ptr, found.low, (x + BLOCK_M + m) // ROWS, x + BLOCK_M + m < count)
         q = gathered_tile(q_rows, of_q, token * stride_qs + head * stride_qh, 1, valid, d)
         rows_at = token + head * stride_lh
         lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=0.0)
-        i = (i0 + token).to(tl.int32)[None, :]
+        i = (keys - queries + token - work.other).to(tl.int32)[None, :]
         slope = None
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)[None, :]
         modifiers = Modifiers(scale, softcap, slope)
         s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.offset, j)
-        place = placed(origin, sequence, head[None, :], i, j, keys - work.queries)
+        place = placed(origin, sequence, head[None, :], i, j, keys - queries)
         score = changed(s_ij, modifiers, place, score_tensors, SCORE)
         p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2[None, :])
-        seen = visible(i, j, band) & work.valid[:, None] & valid[None, :]
+        seen = visible(i, j, band) & in_tile[:, None] & valid[None, :]
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
         p = tl.where(seen, p, 0.0)
@@ -286,16 +293,16 @@ def selected_backward_keys(
         dv = add_products(dv, p, dout, e, PRECISION)
         dk = add_products(dk, ds, q, d, PRECISION)
 
-    first_part = TilePlace(0, 0, 0)
-    scatter_tile(Rows(parts_ptr, 0, 0, 0), first_part, work.part, D + E, work.valid, dk, scale, d)
-    scatter_tile(Rows(parts_ptr + D, 0, 0, 0), first_part, work.part, D + E, work.valid, dv, 1.0, e)
+    of_part = TilePlace(0, 0, 0)
+    scatter_tile(Rows(parts_ptr, 0, 0, 0), of_part, found.part, D + E, in_tile, dk, scale, d)
+    scatter_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, found.part, D + E, in_tile, dv, 1.0, e)
 
 
 @triton.jit
 def chooser(choosers_ptr, low, n, valid):
     """Return the number of the ``n``-th list from ``low`` on; 0 if it is not ``valid``."""
     if choosers_ptr is None:
-        return tl.where(valid, low.to(tl.int32), 0)
+        return tl.where(valid, low, 0)
     else:
         return tl.load(choosers_ptr + low + n, mask=valid, other=0)
 
@@ -305,7 +312,7 @@ def selected_backward_sums(
     parts_ptr, edges_ptr, dk_ptr, dv_ptr,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # any of these may be None
     stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
-    batch, kv_heads, planes, s, t, entries, blocks,
+    batch, owners, pairs, shared, s, t, entries, blocks,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -314,33 +321,32 @@ def selected_backward_sums(
     One program adds ``BLOCK_N`` keys of one block. A block has one partial sum for each ``ITEM`` lists or,
     with ``order``, for each entry of a list. ``ADD``: add to the values of dk and dv.
     """
-    owners, tiles = tl.minimum(planes, kv_heads), tl.cdiv(BLOCK_SIZE, BLOCK_N)
-    shared, pid = kv_heads // owners, tl.program_id(0)
+    tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
     block, head = pid // (shared * tiles), pid // tiles % shared
-    pairs = owners if cu_seqlens_k_ptr is not None else batch * owners
-    work = locate(block, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, owners, t, s, pairs, BLOCK_SIZE, False)
+    call = ListedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, pairs, shared)
+    work = keys_of(block, call, BLOCK_SIZE)
     if work.start >= work.rows:
         return
     low, count = tokens_of(edges_ptr, block, blocks, entries)
     if order_ptr is None:
         low, count = first_block(edges_ptr, block, entries, 1, ITEM, 0), tl.cdiv(count, ITEM)
     n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid = (n < BLOCK_SIZE) & (work.start + n < work.rows)
-    place = TilePlace(work.plane, work.row, work.head * shared + head)
+    j, valid = work.start + n, (n < BLOCK_SIZE) & (work.start + n < work.rows)
+    of_k, of_part = TilePlace(work.plane, work.row, work.head * shared + head), TilePlace(0, 0, 0)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg)
     dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg)
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
     if ADD:
-        dk = gathered_tile(dk_rows, place, work.start + n, stride_dkt, valid, d)
-        dv = gathered_tile(dv_rows, place, work.start + n, stride_dvt, valid, e)
+        dk = gathered_tile(dk_rows, of_k, j, stride_dkt, valid, d)
+        dv = gathered_tile(dv_rows, of_k, j, stride_dvt, valid, e)
     for x in range(low, low + count):
         part = tl.cast(x, tl.int64) if order_ptr is None else tl.load(order_ptr + x)
-        rows, first_part = (part * shared + head) * BLOCK_SIZE + n, TilePlace(0, 0, 0)
-        more = gathered_tile(Rows(parts_ptr, 0, 0, 0), first_part, rows, D + E, valid, d)
+        rows = (part * shared + head) * BLOCK_SIZE + n
+        more = gathered_tile(Rows(parts_ptr, 0, 0, 0), of_part, rows, D + E, valid, d)
         dk = ChannelBlocks(dk.main + more.main, dk.tail + more.tail)
-        more = gathered_tile(Rows(parts_ptr + D, 0, 0, 0), first_part, rows, D + E, valid, e)
+        more = gathered_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, rows, D + E, valid, e)
         dv = ChannelBlocks(dv.main + more.main, dv.tail + more.tail)
-    scatter_tile(dk_rows, place, work.start + n, stride_dkt, valid, dk, 1.0, d)
-    scatter_tile(dv_rows, place, work.start + n, stride_dvt, valid, dv, 1.0, e)
+    scatter_tile(dk_rows, of_k, j, stride_dkt, valid, dk, 1.0, d)
+    scatter_tile(dv_rows, of_k, j, stride_dvt, valid, dv, 1.0, e)

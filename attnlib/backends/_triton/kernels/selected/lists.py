@@ -7,12 +7,12 @@ from ..band import KeyBand, bounds, key_range, origin_of
 from ..tile import COUNTS, locate, slot_of
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "blocks"))
+@triton.jit(do_not_specialize=(*COUNTS, "owners", "pairs", "blocks"))
 def list_blocks(
     selected_ptr, lists_ptr,
     block_ids_ptr,  # all tensors from here on may be None
     key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
-    batch, kv_heads, s, t, planes, slots, blocks, left, right, prefix,
+    batch, s, t, planes, slots, owners, pairs, blocks, left, right, prefix,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
@@ -21,8 +21,9 @@ def list_blocks(
     the band shows some of its keys. One program compares the ``BLOCK_M`` entries of a list, ``BLOCK_N`` at a
     time, with the entries before them.
 
-    With ``block_ids``, also write ``slots`` numbers for a list: for each block that stays, its number among
-    the ``blocks`` of all sequences and lists (or KV heads, if those have several lists), then ``blocks``.
+    With ``block_ids``, each program also writes ``slots`` numbers: for every block that stays, its number
+    among the ``blocks`` of all sequences and owners, then ``blocks``. The owner of a block is a list, or a KV
+    head if this has several lists. ``pairs`` counts owners of all sequences, or of one if they are packed.
     """
     pid = tl.program_id(0)
     work = locate(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
@@ -50,12 +51,12 @@ def list_blocks(
     tl.store(list_ptr + tl.cumsum(count, 0), entry, mask=stays)
     tl.store(list_ptr, tl.sum(count, 0))
     if block_ids_ptr is not None:
-        PACKED: tl.constexpr = cu_seqlens_k_ptr is not None
-        owners = tl.minimum(planes, kv_heads)
-        pair, pairs = pid % planes * owners // planes, owners if PACKED else batch * owners
-        pair = pair if PACKED else work.sequence * owners + pair
-        block = slot_of(work.other, work.sequence, entry * BLOCK_SIZE, BLOCK_SIZE, PACKED)  # as locate counts
+        pair = pid % planes * owners // planes + work.plane * owners
+        # The numbers by which `locate` finds blocks.
+        block = slot_of(
+            work.other, work.sequence, entry * BLOCK_SIZE, BLOCK_SIZE, cu_seqlens_k_ptr is not None
+        )
         kept = tl.cumsum(count, 0)
-        at = row * slots + tl.where(stays, kept - 1, tl.sum(count, 0) + m - kept)
+        at = tl.where(stays, kept - 1, tl.sum(count, 0) + m - kept)
         ids = tl.where(stays, block * pairs + pair, blocks).to(block_ids_ptr.dtype.element_ty)
-        tl.store(block_ids_ptr + at, ids, mask=m < slots)
+        tl.store(block_ids_ptr + tl.cast(pid, tl.int64) * slots + at, ids, mask=m < slots)
