@@ -48,17 +48,22 @@ def assert_right(run, tensors, indices, size, band, **options) -> None:
         assert (ours.cpu().double() - right).abs().max() <= 3 * (theirs - right).abs().max() + noise, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("form", [*FORMS[:3], *FORMS[4:], SHARED], ids=str)
-def test_any_form_of_lists(form, dtype):
-    *tensors, indices, size = made(form, dtype, t=150 if form[-1] > 4 else 40)
+@pytest.mark.parametrize("form", [*FORMS[1:3], *FORMS[4:]], ids=str)
+def test_any_form_of_lists(form):
+    *tensors, indices, size = made(form, torch.float32, s=5, t=150 if form[-1] > 16 else 40)
+    assert_right(attention_with_lse, tensors, indices, size, CAUSAL)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], SHARED], ids=str)
+def test_16_bits(form):
+    *tensors, indices, size = made(form, HALF, s=5, t=150 if form is FORMS[0] else 20)
     assert_right(attention_with_lse, tensors, indices, size, CAUSAL)
 
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("form", [FORMS[0], SHARED], ids=str)
 def test_any_band(form, band):
-    *tensors, indices, size = made(form, torch.float32, s=9, t=110 if form is FORMS[0] else 30)
+    *tensors, indices, size = made(form, torch.float32, s=5, t=110 if form is FORMS[0] else 15)
     assert_right(attention_with_lse, tensors, indices, size, BANDS[band])
 
 

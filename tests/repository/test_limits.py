@@ -14,9 +14,9 @@ MASK_FIELDS = ("left", "right", "prefix")
 LIKE_FORWARD = {"forward", "weights", "maxima"}  # methods of layers with the arguments of forward
 DESCALES = ("q_descale", "k_descale", "v_descale")
 # Besides attention, one public function and one file of kernels recompute scores; one kernel makes descales.
-# Another file of kernels attends to selected keys.
+# Two more files of kernels attend to selected keys and compute their gradients; a third lists these keys.
 FILES_OF_A_WORD = (
-    dict.fromkeys(SCORE_OPTIONS, 13) | dict.fromkeys(MASK_FIELDS, 11) | dict.fromkeys(DESCALES, 9)
+    dict.fromkeys(SCORE_OPTIONS, 14) | dict.fromkeys(MASK_FIELDS, 13) | dict.fromkeys(DESCALES, 9)
 )
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 RECOMPUTED = {"attention_weights", "attention_maxima"}
@@ -202,10 +202,10 @@ def test_backends_stay_small():
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
     backward 15. A forward in e4m3 of 16-bit inputs brought 160: a kernel that rounds them, its launches, and
     a definition of the gradients. Lists of selected keys, on the torch and reference backends, brought 56,
-    and the two kernels of a forward over them 127.
+    and the two kernels of a forward over them 132; their gradients, by three kernels, 350.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5281, f"{sum(found.values())} statements in backends/, not 5281: {found}"
+    assert sum(found.values()) <= 5636, f"{sum(found.values())} statements in backends/, not 5636: {found}"
 
 
 def test_the_benchmark_stays_small():

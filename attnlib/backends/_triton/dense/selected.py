@@ -33,10 +33,10 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     """
     from ..kernels.selected.forward import selected_forward
 
-    listed = lists(x, indices, block_size)
-    tiles = tables.selected(x.case, rows=listed.arguments["rows"], block_size=block_size)
-    launch = launch_by_queries(x, selected_forward, tiles, listed.arguments)
-    return (listed.launch, launch), listed.numbers
+    found = lists(x, indices, block_size)
+    tiles = tables.selected(x.case, rows=found.arguments["rows"], block_size=block_size)
+    launch = launch_by_queries(x, selected_forward, tiles, found.arguments)
+    return (found.launch, launch), found.numbers
 
 
 class Lists(NamedTuple):

@@ -91,8 +91,8 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     """
     from ..kernels.selected.backward import selected_backward_queries
 
-    listed = selected.lists(x, indices, block_size)
-    of_call, shares = listed.arguments, x.blocks(x.s, 1)
+    found = selected.lists(x, indices, block_size)
+    of_call, shares = found.arguments, x.blocks(x.s, 1)
     rows, entries = of_call["rows"], of_call["planes"] * of_call["slots"]  # of a query
     tiles = tables.selected_queries(x.case, rows=rows, block_size=block_size)
     more = of_call | {"stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares}
@@ -111,7 +111,7 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     starts = range(0, max(1, count), max(1, chunk))
     passes = (_pass(x, more, range(start, min(start + chunk, count)), by_list=by_list) for start in starts)
     return SelectedBackward(
-        x.prepare(), listed.launch, queries, tuple(passes), by_list, parts * width, listed.numbers,
+        x.prepare(), found.launch, queries, tuple(passes), by_list, parts * width, found.numbers,
         shares if x.learns_slopes else None,
     )  # fmt: skip
 

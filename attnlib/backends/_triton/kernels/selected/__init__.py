@@ -1,1 +1,3 @@
-"""The kernels over lists of selected keys: ``lists.py`` keeps the visible entries, ``forward.py`` attends."""
+"""The kernels over lists of selected keys: ``lists.py`` keeps the visible entries, ``forward.py`` attends,
+and ``backward.py`` computes gradients.
+"""

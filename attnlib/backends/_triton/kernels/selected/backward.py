@@ -122,7 +122,7 @@ def selected_backward_queries(
         tl.store(dslopes_ptr + at, dslope, mask=valid)
 
 
-class ListedCall(NamedTuple):
+class SelectedCall(NamedTuple):
     """The offsets and counts of a call with lists; ``list_blocks`` explains owners and pairs.
 
     Each owner's blocks belong to ``shared`` KV heads.
@@ -232,7 +232,7 @@ def selected_backward_keys(
     list that selects the keys, ``BLOCK_M`` of them at a time. Score tiles are transposed,
     ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
-    call = ListedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, pairs, shared)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, pairs, shared)
     if choosers_ptr is None:
         found = keys_of_list(call, lists_ptr, first, BLOCK_SIZE, BLOCK_N)
     else:
@@ -258,21 +258,22 @@ def selected_backward_keys(
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
     j, m = found.j[:, None], tl.arange(0, BLOCK_M)
     # list_blocks counts one more query for each packed sequence.
-    skipped = sequence if cu_seqlens_q_ptr is not None else work.plane * s
+    skipped = (sequence if cu_seqlens_q_ptr is not None else work.plane * s).to(tl.int32)
+    first_query, kv_head = work.other.to(tl.int32), work.head.to(tl.int32)
     # The next step's lists are loaded one step ahead, since the addresses of its queries depend on them.
     lists = chooser(choosers_ptr, found.low, m // ROWS, m < count)
     for x in tl.range(0, count, BLOCK_M, num_stages=STAGES):
         valid = x + m < count
-        token = tl.where(valid, lists // PLANES - skipped, work.other)
+        token = tl.where(valid, lists // PLANES - skipped, first_query)
         if ROWS < GROUP:  # each query head has a list
             head = tl.where(valid, lists % PLANES, 0)
         else:
-            head = tl.where(valid, work.head * GROUP + (x + m) % ROWS, 0)
+            head = tl.where(valid, kv_head * GROUP + (x + m) % ROWS, 0)
         lists = chooser(choosers_ptr, found.low, (x + BLOCK_M + m) // ROWS, x + BLOCK_M + m < count)
-        q = gathered_tile(q_rows, of_q, token * stride_qs + head * stride_qh, 1, valid, d)
+        q = gathered_tile(q_rows, of_q, token.to(tl.int64) * stride_qs + head * stride_qh, 1, valid, d)
         rows_at = token + head * stride_lh
-        lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=0.0)
-        i = (keys - queries + token - work.other).to(tl.int32)[None, :]
+        lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=float("inf"))
+        i = (keys - queries + token - first_query)[None, :]
         slope = None
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)[None, :]
@@ -281,11 +282,15 @@ def selected_backward_keys(
         place = placed(origin, sequence, head[None, :], i, j, keys - queries)
         score = changed(s_ij, modifiers, place, score_tensors, SCORE)
         p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2[None, :])
-        seen = visible(i, j, band) & in_tile[:, None] & valid[None, :]
+        seen = visible(i, j, band)
+        if SCORE is not None:  # the scores of rows that are not valid may be anything
+            seen = seen & valid[None, :]
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
         p = tl.where(seen, p, 0.0)
-        dout = gathered_tile(dout_rows, of_q, token * stride_dos + head * stride_doh, 1, valid, e)
+        dout = gathered_tile(
+            dout_rows, of_q, token.to(tl.int64) * stride_dos + head * stride_doh, 1, valid, e
+        )
         delta = tl.load(delta_ptr + rows_at, mask=valid, other=0.0)
         ds = p * (products(v, dout, e, PRECISION) - delta[None, :])
         ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
@@ -323,7 +328,7 @@ def selected_backward_sums(
     """
     tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
     block, head = pid // (shared * tiles), pid // tiles % shared
-    call = ListedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, pairs, shared)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, pairs, shared)
     work = keys_of(block, call, BLOCK_SIZE)
     if work.start >= work.rows:
         return
