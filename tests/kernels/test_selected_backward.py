@@ -120,7 +120,7 @@ def test_latents():
         torch.testing.assert_close(x.cpu(), y)
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], SHARED], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], SHARED], ids=str)
 def test_packed_sequences(form):
     """With queries and keys of nobody after the last one, which may be NaN, and have zero gradients."""
     h, g, c, n, size = form

@@ -53,12 +53,12 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
 
     *tokens, planes, slots = indices
     owners = min(planes, x.g)  # of blocks: lists, or KV heads if each has several lists
-    pairs = owners if x.packed else owners * x.batch
+    of_owner = x.blocks(x.t, block_size)
     more = {
         "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
         "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
         "owners": owners, "shared": x.g // owners,
-        "pairs": pairs, "blocks": pairs * x.blocks(x.t, block_size),
+        "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
     }  # fmt: skip
     entries = LaunchConfig(power_of_two(slots), COMPARED, 1, 4)
     launch = x.launch(list_blocks, queries(x) * planes, entries, more)

@@ -252,17 +252,14 @@ SELECTED_QUERIES = (
     (256, LaunchConfig(64, 32, 2, 8)),
     (WIDEST, LaunchConfig(64, 16, 2, 8)),
 )
-SELECTED_QUERIES_SMALL = BACKWARD_QUERIES_SMALL
 SELECTED_KEYS = (
     (128, LaunchConfig(64, 64, 2, 4)),
     (256, LaunchConfig(64, 32, 2, 8)),
     (WIDEST, LaunchConfig(64, 32, 2, 8)),  # takes 209 KB of shared memory (sm_90, triton 3.6)
 )
-SELECTED_KEYS_SMALL = BACKWARD_KEYS_SMALL
+SELECTED_BACKWARD_SMALL = (*BACKWARD_KEYS_SMALL[:3], BACKWARD_KEYS_SMALL[-1])
 PARTS = 1 << 30  # bytes of partial sums of dk and dv at a time
-ITEM = (
-    512  # lists with a block that a program adds up, or twice, four times, ... as many to keep within PARTS
-)
+ITEM = 512  # lists with a block that a program adds up, or twice, four times, ... as many for fewer sums
 
 
 def maxima(case: DenseCase, *, keys: int) -> LaunchConfig:
@@ -300,7 +297,7 @@ def selected(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
 
 def selected_queries(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
     """Return the tiles of the pass over queries of a backward with lists; they divide blocks as above."""
-    return _of_lists(case, SELECTED_QUERIES, SELECTED_QUERIES_SMALL, BACKWARD_FP32, rows, block_size)
+    return _of_lists(case, SELECTED_QUERIES, SELECTED_BACKWARD_SMALL, BACKWARD_FP32, rows, block_size)
 
 
 def selected_keys(case: DenseCase, *, rows: int, keys: int) -> LaunchConfig:
@@ -308,7 +305,7 @@ def selected_keys(case: DenseCase, *, rows: int, keys: int) -> LaunchConfig:
 
     A program has up to ``rows`` rows, and one of the tiles of ``keys`` adjacent keys.
     """
-    table = SELECTED_KEYS if case.arch in ROOMY else SELECTED_KEYS_SMALL
+    table = SELECTED_KEYS if case.arch in ROOMY else SELECTED_BACKWARD_SMALL
     config = fitting(BACKWARD_FP32 if case.itemsize > 2 else table, _widest(case))
     block_m, block_n = (min(x, power_of_two(n)) for x, n in zip(config[:2], (rows, keys), strict=True))
     return config._replace(block_m=block_m, block_n=block_n)

@@ -30,7 +30,7 @@ from ..tile import (
 )
 
 # Triton must not specialize on the counts of inverted lists either.
-INVERTED = (*COUNTS, "owners", "pairs", "shared", "entries", "blocks", "first")
+INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -123,7 +123,7 @@ def selected_backward_queries(
 
 
 class SelectedCall(NamedTuple):
-    """The offsets and counts of a call with lists; ``list_blocks`` explains owners and pairs.
+    """The offsets and counts of a call with lists; ``list_blocks`` explains owners.
 
     Each owner's blocks belong to ``shared`` KV heads.
     """
@@ -136,7 +136,6 @@ class SelectedCall(NamedTuple):
     planes: tl.tensor
     slots: tl.tensor
     owners: tl.tensor
-    pairs: tl.tensor
     shared: tl.tensor
 
 
@@ -159,8 +158,7 @@ class KeyWork(NamedTuple):
 def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
     """Return the work of a block of keys, with the number of its owner in place of a head."""
     return locate(
-        block, call.cu_k_ptr, call.cu_q_ptr, call.batch, call.owners, call.t, call.s, call.pairs, BLOCK_SIZE,
-        False,
+        block, call.cu_k_ptr, call.cu_q_ptr, call.batch, call.owners, call.t, call.s, 1, BLOCK_SIZE, False,
     )  # fmt: skip
 
 
@@ -220,7 +218,7 @@ def selected_backward_keys(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_slopes,
-    batch, slots, owners, pairs, shared, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
+    batch, slots, owners, shared, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -232,7 +230,7 @@ def selected_backward_keys(
     list that selects the keys, ``BLOCK_M`` of them at a time. Score tiles are transposed,
     ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
-    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, pairs, shared)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, shared)
     if choosers_ptr is None:
         found = keys_of_list(call, lists_ptr, first, BLOCK_SIZE, BLOCK_N)
     else:
@@ -317,7 +315,7 @@ def selected_backward_sums(
     parts_ptr, edges_ptr, dk_ptr, dv_ptr,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # any of these may be None
     stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
-    batch, owners, pairs, shared, s, t, entries, blocks,
+    batch, owners, shared, s, t, entries, blocks,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -328,7 +326,7 @@ def selected_backward_sums(
     """
     tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
     block, head = pid // (shared * tiles), pid // tiles % shared
-    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, pairs, shared)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, shared)
     work = keys_of(block, call, BLOCK_SIZE)
     if work.start >= work.rows:
         return

@@ -7,12 +7,12 @@ from ..band import KeyBand, bounds, key_range, origin_of
 from ..tile import COUNTS, locate, slot_of
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "owners", "pairs", "blocks"))
+@triton.jit(do_not_specialize=(*COUNTS, "owners", "of_owner", "blocks"))
 def list_blocks(
     selected_ptr, lists_ptr,
     block_ids_ptr,  # all tensors from here on may be None
     key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
-    batch, s, t, planes, slots, owners, pairs, blocks, left, right, prefix,
+    batch, s, t, planes, slots, owners, of_owner, blocks, left, right, prefix,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
@@ -23,7 +23,7 @@ def list_blocks(
 
     With ``block_ids``, each program also writes ``slots`` numbers: for every block that stays, its number
     among the ``blocks`` of all sequences and owners, then ``blocks``. The owner of a block is a list, or a KV
-    head if this has several lists. ``pairs`` counts owners of all sequences, or of one if they are packed.
+    head if this has several lists. An owner has ``of_owner`` blocks, in one sequence or all packed ones.
     """
     pid = tl.program_id(0)
     work = locate(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
@@ -58,5 +58,5 @@ def list_blocks(
         )
         kept = tl.cumsum(count, 0)
         at = tl.where(stays, kept - 1, tl.sum(count, 0) + m - kept)
-        ids = tl.where(stays, block * pairs + pair, blocks).to(block_ids_ptr.dtype.element_ty)
+        ids = tl.where(stays, pair * of_owner + block, blocks).to(block_ids_ptr.dtype.element_ty)
         tl.store(block_ids_ptr + tl.cast(pid, tl.int64) * slots + at, ids, mask=m < slots)
