@@ -19,6 +19,7 @@ STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
 SELECTED = ("list_blocks", "selected_forward")
 LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
+SELECTED_BACKWARD = ("selected_backward_queries", "selected_backward_keys", "selected_backward_sums")
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -145,6 +146,29 @@ def selected_entries() -> Iterator[Build]:
             yield Build(kernel, arch, (128, 128), block=64)
     yield Build("selected_forward", 90, (128, 128), softcap=True, slopes=True, sinks=True, block=64)
     yield Build("selected_forward", 90, (128, 128), function="documents", block=64)
+    yield from selected_backward_entries()
+
+
+def selected_backward_entries() -> Iterator[Build]:
+    """The tables' entries for gradients of keys that lists select, and what changes their loops."""
+    queries, keys, _ = SELECTED_BACKWARD
+    for head in HEADS:
+        for kernel in (queries, keys):
+            yield Build(kernel, 90, head, block=64)
+            yield Build(kernel, 90, head, block=1)
+            yield Build(kernel, 86, head, block=64)
+            if head in TRAINED:
+                yield Build(kernel, 90, head, dtype="fp32", block=64)
+    for kernel in SELECTED_BACKWARD:
+        for block in (1, 16, 128):
+            yield Build(kernel, 90, (128, 128), block=block)
+        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=64)
+        for arch in OTHERS:
+            yield Build(kernel, arch, (128, 128), block=64)
+    for kernel in (queries, keys):
+        yield Build(kernel, 90, (128, 128), softcap=True, slopes=True, block=64)
+        for function in FUNCTIONS:
+            yield Build(kernel, 90, (128, 128), function=function, block=64)
 
 
 def tree_entries() -> Iterator[Build]:

@@ -32,7 +32,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import LATENTS, QUANTIZE, SELECTED, STATISTICS, Build
+from .builds import LATENTS, QUANTIZE, SELECTED, SELECTED_BACKWARD, STATISTICS, Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -110,7 +110,19 @@ def _dense(build: Build) -> Prepared:
             "transposed": torch.empty(plan.transposed, dtype=dtype, device="meta"),
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
+    if build.kernel in SELECTED_BACKWARD:
+        launches = plan.queries, *plan.passes[0][1:]
+        return launches[SELECTED_BACKWARD.index(build.kernel)], named | _inverted(plan.by_list)
     return getattr(plan, build.kernel.removeprefix("backward_")), named
+
+
+def _inverted(by_list: bool) -> dict[str, Tensor | None]:
+    """The tensors of a backward that inverts lists, or adds up the entries of each."""
+    numbers = torch.empty(4096, dtype=torch.int32, device="meta")
+    return {
+        "parts": numbers.float(), "edges": numbers, "order": numbers.long() if by_list else None,
+        "choosers": None if by_list else numbers,
+    }  # fmt: skip
 
 
 def _statistic(build: Build, key: Key, named: dict[str, Tensor | None]) -> Prepared:
@@ -182,7 +194,8 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists), "lengths": None,
-        "selected": numbers(*rows, lists, 16 * lists, dtype=torch.int32, given=build.block),
+        "selected": numbers(*rows, lists, 64 // lists, dtype=torch.int32, given=build.block),
+        "block_ids": None,
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(query_heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(query_heads, given=build.sinks),

@@ -14,6 +14,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
+def moved(options: dict) -> dict:
+    """Options whose tensors are on the device of the kernels."""
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
 def solve(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output and LSE from the kernels, back on the CPU."""
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in problem.options.items()}

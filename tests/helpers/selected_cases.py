@@ -3,7 +3,27 @@
 import torch
 from torch import Tensor
 
-from attnlib import CAUSAL, Mask, MaskFunction, masks
+from attnlib import CAUSAL, FULL, Mask, MaskFunction, masks, sliding
+
+# Query heads, KV heads, lists, entries, and the size of blocks: smaller than a tile, a tile and larger ones;
+# no power of two; tokens; one list for all heads or one for each; and more heads than a tile has rows.
+FORMS = [
+    (8, 2, 2, 5, 32),
+    (8, 2, 2, 5, 64),
+    (4, 2, 2, 3, 128),
+    (4, 1, 1, 40, 1),
+    (4, 4, 1, 6, 4),
+    (6, 2, 6, 4, 16),
+    (20, 1, 1, 3, 100),
+]
+BANDS = {
+    "causal": CAUSAL,
+    "full": FULL,
+    "sliding": sliding(40),
+    "prefix": Mask(right=0, prefix=9),
+    "hollow": Mask(left=60, right=-5),
+    "function": CAUSAL & masks.dilated(2),
+}
 
 
 def lists(b: int, s: int, c: int, n: int, blocks: int, *, seed: int = 0) -> Tensor:
@@ -31,3 +51,13 @@ def as_tensor(
 ) -> MaskFunction:
     """The same mask as ``band & masks.selected(indices, block_size)``, by a dense tensor."""
     return band & masks.mask_tensor(by_entries(indices, block_size, heads, keys))
+
+
+def made(form, dtype: torch.dtype, s: int = 7, t: int = 150, d: int = 16, e: int = 16):
+    """q, k, v and lists of two sequences, on the CPU."""
+    h, g, c, n, size = form
+    torch.manual_seed(0)
+    tensors = (
+        torch.randn(2, x, heads, width).to(dtype) for x, heads, width in ((s, h, d), (t, g, d), (t, g, e))
+    )
+    return *tensors, lists(2, s, c, n, -(-t // size)), size

@@ -2,58 +2,22 @@
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, INTERPRETED
-from selected_cases import lists
+from kernel_helpers import DEVICE, INTERPRETED, moved
+from selected_cases import BANDS, FORMS, lists, made
 
 from attnlib import (
     CAUSAL,
-    FULL,
     Mask,
     attention,
     attention_with_lse,
     explain,
-    masks,
     scores,
-    sliding,
     varlen_attention_with_lse,
 )
 from attnlib.backends._triton.dense import tables
 from attnlib.masks import selected
 
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
-# Query heads, KV heads, lists, entries, and the size of blocks: smaller than a tile, a tile and larger ones;
-# no power of two; tokens; one list for all heads or one for each; and more heads than a tile has rows.
-FORMS = [
-    (8, 2, 2, 5, 32),
-    (8, 2, 2, 5, 64),
-    (4, 2, 2, 3, 128),
-    (4, 1, 1, 40, 1),
-    (4, 4, 1, 6, 4),
-    (6, 2, 6, 4, 16),
-    (20, 1, 1, 3, 100),
-]
-BANDS = {
-    "causal": CAUSAL,
-    "full": FULL,
-    "sliding": sliding(40),
-    "prefix": Mask(right=0, prefix=9),
-    "hollow": Mask(left=60, right=-5),
-    "function": CAUSAL & masks.dilated(2),
-}
-
-
-def made(form, dtype: torch.dtype, s: int = 7, t: int = 150, d: int = 16, e: int = 16):
-    """q, k, v and lists of two sequences, on the CPU."""
-    h, g, c, n, size = form
-    torch.manual_seed(0)
-    tensors = (
-        torch.randn(2, x, heads, width).to(dtype) for x, heads, width in ((s, h, d), (t, g, d), (t, g, e))
-    )
-    return *tensors, lists(2, s, c, n, -(-t // size)), size
-
-
-def moved(options: dict) -> dict:
-    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
 def assert_right(run, tensors, indices, size, band, **options) -> None:
@@ -165,7 +129,6 @@ def test_what_kernels_lack_runs_elsewhere():
     q = torch.randn(1, 5, 2, 16, requires_grad=True, device=DEVICE)
     indices = torch.zeros(1, 5, 1, 1, dtype=torch.int32, device=DEVICE)
     asked = {
-        "with gradients": {},
         "with dropout": {"dropout_p": 0.5},
         "in fp8": {"compute_dtype": torch.float8_e4m3fn},
     }
@@ -176,8 +139,7 @@ def test_what_kernels_lack_runs_elsewhere():
             f"has no kernels yet for masks.selected() {name}; use backend='torch'" in found.rejected["triton"]
         )
         assert found.chosen == "torch"
-    with torch.no_grad():
-        assert explain(attention, q, q, q, mask=selected(indices)).chosen == "triton"
+    assert explain(attention, q, q, q, mask=selected(indices)).chosen == "triton"
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -325,10 +325,10 @@ def test_the_value_is_frozen_and_prints_itself():
 
 def test_explain_names_the_lists_and_what_other_backends_lack():
     q, k, v = qkv(6, 6)
-    found = explain(attention, q, k, v, mask=CAUSAL & selected(lists(B, 6, G, 3, 3), 2))
+    found = explain(attention, q, k, v, mask=CAUSAL & selected(lists(B, 6, G, 3, 3), 2), dropout_p=0.5)
     assert found.chosen == "torch"
     assert "selected   2 x 3 blocks of 2 keys for each query" in str(found)
-    lacks = "has no kernels yet for masks.selected() with gradients; use backend='torch'"
+    lacks = "has no kernels yet for masks.selected() with dropout; use backend='torch'"
     assert f"not on triton: {lacks}" in str(found)
     tokens = explain(attention, q, k, v, mask=selected(lists(B, 6, 1, 5, 3)))
     assert "selected   1 x 5 keys for each query" in str(tokens)

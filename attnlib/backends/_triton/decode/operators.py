@@ -130,7 +130,7 @@ class Cached:
             plan.sparse.launch.on(tensors)
         if plan.listing is not None:
             tensors["lists"] = a.q.new_empty(plan.lists, dtype=torch.int32)
-            plan.listing.on(tensors | {"key_starts": a.starts, "key_ends": None})
+            plan.listing.on(tensors | {"key_starts": a.starts, "key_ends": None, "block_ids": None})
         plan.decode.on(tensors)
         if plan.combine is not None:
             plan.combine.on(tensors)

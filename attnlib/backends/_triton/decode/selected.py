@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch
+from ..launching.places import places_of
 from . import tables
 from .shapes import DecodeShapes
 
@@ -38,6 +39,8 @@ def plan(x: DecodeShapes) -> SelectedPlan:
     units = x.h // rows * -(-rows // tiles.block_m)
     keys = min(slots * x.a.block_size, x.max_tokens)
     splits = tables.list_splits(tiles, keys, prod(tokens) * units, x.processors)
+    places = places_of(prod(tokens) * planes, slots, -(-x.max_tokens // x.a.block_size))
+    arguments |= places.arguments | dict.fromkeys(("owners", "of_owner", "blocks"))  # for gradients only
     arguments |= {
         "heads": x.h, "rows": rows, "planes": planes, "slots": slots, "t": arguments["limit"],
         "BLOCK_SIZE": x.a.block_size, "splits": splits, "lines": lines,
@@ -51,4 +54,4 @@ def plan(x: DecodeShapes) -> SelectedPlan:
     floats = splits * lines * (arguments["E_MAIN"] + 1) if splits > 1 else 0
     decode = Launch(selected_decode, queries * units * splits, arguments, tiles, early=early)
     listing = Launch(list_blocks, queries * planes, arguments, LaunchConfig(power_of_two(slots), 0, 1, 4))
-    return SelectedPlan(listing, decode, combine, prod(tokens) * planes * (slots + 1), floats)
+    return SelectedPlan(listing, decode, combine, places.numbers, floats)

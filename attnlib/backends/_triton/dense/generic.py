@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import mask_tiles, selected, tables
+from . import mask_tiles, selected, selected_backward, tables
+from .selected_backward import SelectedBackward
 from .shapes import BackwardShapes, DenseShapes
 
 
@@ -73,9 +76,24 @@ class Backward(NamedTuple):
         ordered = (self.prepare, *of_keys, self.before_queries, self.queries)
         return [x for x in ordered if x is not None]
 
+    @property
+    def share_rows(self) -> int:
+        """The number of queries that a partial gradient of a slope covers."""
+        return self.queries.arguments["BLOCK_M"]
 
-def backward(x: BackwardShapes) -> Backward:
-    """Return the launches of a backward in passes: one or two over blocks of keys, one over queries."""
+    def on(self, tensors: dict[str, Tensor | None]) -> None:
+        """Launch on named tensors."""
+        for launch in self.launches:
+            launch.on(tensors)
+
+
+def backward(x: BackwardShapes) -> Backward | SelectedBackward:
+    """Return the launches of a backward in passes: one or two over blocks of keys, one over queries.
+
+    With selected keys, there are other passes.
+    """
+    if x.selected is not None:
+        return selected_backward.backward(x, *x.selected)
     from ..kernels.backward import backward_keys, backward_queries
 
     of_values = tables.backward_values(x.case, keys=x.length)

@@ -16,6 +16,7 @@ from . import generic as passes
 from . import hopper_tables, mask_tiles, selected
 from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
+from .selected_backward import SelectedBackward
 from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
@@ -164,9 +165,11 @@ def in_order(key: Key) -> Key:
 
 
 @cached_plan
-def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
+def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward | SelectedBackward:
     """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
+    if a.selected is not None:
+        return passes.backward(x)
     takes = a.dropout_p == 0 and a.origin is None and not x.learns_slopes and x.out.is_in_lines and key.hopper
     takes = takes and a.scale != 0 and has_gluon() and _is_precise(a)  # the backward divides by the scale
     if takes and a.alibi_slopes is None and hopper_tables.takes_wide(x.case, x.length):

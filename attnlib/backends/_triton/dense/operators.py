@@ -173,15 +173,10 @@ class Dense:
             "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
         }  # fmt: skip
         tensors |= _lists(a, plan.lists) | captured(a, dcaptured)
-        for launch in plan.launches:
-            launch.on(tensors)
+        plan.on(tensors)
         if dslopes is not None:
             cu = a.cu_seqlens_q
-            dslopes = (
-                dslopes.sum(-1)
-                if cu is None
-                else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
-            )
+            dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.share_rows)
         return dq, dk, dv, dslopes, delta
 
 
@@ -233,9 +228,9 @@ class _BackwardReplay:
 
 
 def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
-    """Return the classified tiles of a mask function, and a new buffer for the lists of tiles to visit."""
+    """Return the classified tiles of a mask function, and a new buffer for lists of tiles or blocks."""
     lists = a.q.new_empty(numbers, dtype=torch.int32) if numbers else None
-    return {"states": a.mask_tiles, "lists": lists, "lengths": None}
+    return {"states": a.mask_tiles, "lists": lists, "block_ids": None, "lengths": None}
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Plan the launches of a forward whose mask selects keys by lists."""
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from ...operators import Arguments
 from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch
 from ..launching.layouts import has_slopes
+from ..launching.places import places_of
 from . import hopper_tables, tables
 from .shapes import DenseShapes
 
@@ -16,7 +18,6 @@ from .shapes import DenseShapes
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Return the reasons why no kernel computes the lists of a call with this spec."""
     given = {
-        "with gradients": spec.grad,
         "with dropout": spec.dropout,
         "in fp8": spec.kind != "cached" and E4M3 in (spec.dtype, spec.compute_dtype),
         "in attention_weights and attention_maxima": spec.statistic,
@@ -32,11 +33,10 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     """
     from ..kernels.selected.forward import selected_forward
 
-    found, rows = lists(x, indices, block_size), x.h // max(indices[-2], x.g)
-    tiles = tables.selected(x.case, rows=rows, block_size=block_size)
-    units = x.h // rows * -(-rows // tiles.block_m)
-    more = found.arguments | {"rows": rows, "OWN_VALUES": x.own_values}
-    return (found.launch, x.launch(selected_forward, queries(x) * units, tiles, more)), found.numbers
+    found = lists(x, indices, block_size)
+    tiles = tables.selected(x.case, rows=found.arguments["rows"], block_size=block_size)
+    more = found.arguments | {"OWN_VALUES": x.own_values}
+    return (found.launch, launch_by_queries(x, selected_forward, tiles, more)), found.numbers
 
 
 def takes_latents(x: DenseShapes, a: Arguments) -> bool:
@@ -74,10 +74,24 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
     from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = indices
-    more = {"planes": planes, "slots": slots, "BLOCK_SIZE": block_size}
+    owners = min(planes, x.g)  # of blocks: lists, or KV heads if each has several lists
+    of_owner = x.blocks(x.t, block_size)
+    more = {
+        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
+        "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
+        "owners": owners, "shared": x.g // owners,
+        "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
+    }  # fmt: skip
+    places = places_of(prod(tokens) * planes, slots, -(-x.t // block_size))
     entries = LaunchConfig(power_of_two(slots), 0, 1, 4)
-    launch = x.launch(list_blocks, queries(x) * planes, entries, more)
-    return Lists(launch, prod(tokens) * planes * (slots + 1), more)
+    launch = x.launch(list_blocks, queries(x) * planes, entries, more | places.arguments)
+    return Lists(launch, places.numbers, more)
+
+
+def launch_by_queries(x: DenseShapes, kernel: Callable, tiles: LaunchConfig, more: dict[str, int]) -> Launch:
+    """Return a launch with programs for each query and the heads that share a list and a KV head."""
+    units = x.h // more["rows"] * -(-more["rows"] // tiles.block_m)
+    return x.launch(kernel, queries(x) * units, tiles, more)
 
 
 def queries(x: DenseShapes) -> int:

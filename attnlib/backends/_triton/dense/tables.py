@@ -245,6 +245,21 @@ SELECTED_FP32 = (
     (128, LaunchConfig(32, 32, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
+# Their gradients. A program for queries keeps q and dout; one for keys keeps k, v and the sums of dk and dv.
+# These tiles are not timed.
+SELECTED_QUERIES = (
+    (128, LaunchConfig(64, 64, 2, 4)),
+    (256, LaunchConfig(64, 32, 2, 8)),
+    (WIDEST, LaunchConfig(64, 16, 2, 8)),
+)
+SELECTED_KEYS = (
+    (128, LaunchConfig(64, 64, 2, 4)),
+    (256, LaunchConfig(64, 32, 2, 8)),
+    (WIDEST, LaunchConfig(64, 32, 2, 8)),  # takes 209 KB of shared memory (sm_90, triton 3.6)
+)
+SELECTED_BACKWARD_SMALL = (*BACKWARD_KEYS_SMALL[:3], BACKWARD_KEYS_SMALL[-1])
+PARTS = 1 << 30  # bytes of partial sums of dk and dv at a time
+ITEM = 512  # lists with a block that a program adds up, or twice, four times, ... as many for fewer sums
 
 
 def maxima(case: DenseCase, *, keys: int) -> LaunchConfig:
@@ -276,8 +291,41 @@ def selected(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
 
     Its rows are the query heads of one query that share a list and a KV head.
     """
-    table = SELECTED if case.arch in ROOMY else SELECTED_SMALL
-    config = fitting(SELECTED_FP32 if case.itemsize > 2 else table, _widest(case))
+    return _of_lists(case, SELECTED, SELECTED_SMALL, SELECTED_FP32, rows, block_size)
+
+
+def selected_queries(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
+    """Return the tiles of the pass over queries of a backward with lists; they divide blocks as above."""
+    return _of_lists(case, SELECTED_QUERIES, SELECTED_BACKWARD_SMALL, BACKWARD_FP32, rows, block_size)
+
+
+def selected_keys(case: DenseCase, *, rows: int, keys: int) -> LaunchConfig:
+    """Return the tiles of the pass over keys of a backward with lists.
+
+    A program has up to ``rows`` rows, and one of the tiles of ``keys`` adjacent keys.
+    """
+    table = SELECTED_KEYS if case.arch in ROOMY else SELECTED_BACKWARD_SMALL
+    config = fitting(BACKWARD_FP32 if case.itemsize > 2 else table, _widest(case))
+    block_m, block_n = (min(x, power_of_two(n)) for x, n in zip(config[:2], (rows, keys), strict=True))
+    return config._replace(block_m=block_m, block_n=block_n)
+
+
+def sums_by_list(*, rows: int, block_size: int) -> bool:
+    """True if dk and dv have a partial sum for each entry of a list, not for many lists with the same block.
+
+    The first form reads the queries of a list once, but writes and reads partial sums of each selected key:
+    ``rows / 2`` FLOPs per byte of memory. The second form keeps a block of keys, and reads the queries of all
+    lists that have it: ``2 * block_size`` FLOPs per byte of the L2 cache, which is nearly twice as fast. The
+    factor 8 is computed from this, not measured.
+    """
+    return rows >= 8 * block_size
+
+
+def _of_lists(
+    case: DenseCase, large: tuple, small: tuple, fp32: tuple, rows: int, block_size: int
+) -> LaunchConfig:
+    table = large if case.arch in ROOMY else small
+    config = fitting(fp32 if case.itemsize > 2 else table, _widest(case))
     return in_blocks(config._replace(block_m=min(config.block_m, power_of_two(rows))), block_size)
 
 

@@ -142,6 +142,18 @@ def gathered_tile(x, place, rows, stride, valid, channels):
 
 
 @triton.jit
+def scatter_tile(x, place, rows, stride, valid, tile, factor, channels):
+    """Write ``tile * factor`` to the valid ones of rows at any distances, ``rows * stride``, from a place."""
+    ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
+    at = tl.where(valid, rows, 0).to(tl.int64) * stride
+    for SECOND in tl.static_range(2 if channels.TAIL else 1):
+        block = (tile.tail if SECOND else tile.main) * factor
+        columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
+        mask = valid[:, None] & (columns < channels.ALL)[None, :]
+        tl.store(ptr + (at[:, None] + columns[None, :]), block.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def store_tile(x, place, n, valid, tile, factor, seen, channels):
     """Write ``tile * factor`` to the valid rows from row ``n`` on; rows that are not ``seen`` get zeros."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):

@@ -1,4 +1,5 @@
 """The kernels over lists of selected keys.
 
-``lists.py`` sorts the visible entries, ``forward.py`` attends to tensors, and ``decode.py`` to a cache.
+``lists.py`` sorts the visible entries, ``forward.py`` attends to tensors, ``decode.py`` to a cache, and
+``backward.py`` computes gradients.
 """

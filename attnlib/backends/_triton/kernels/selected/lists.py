@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..band import KeyBand, bounds, key_range, origin_of
-from ..tile import COUNTS, Work, locate
+from ..tile import COUNTS, Work, locate, slot_of
 
 NO_ENTRY: tl.constexpr = tl.constexpr(2147483647)  # sorts behind all entries
 
@@ -25,18 +25,48 @@ def locate_query(n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, batch, s, t
     return Work(work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, keys)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
+def each_once(entry, stays, m):
+    """Sort the entries of a list that stay, and keep each of them once."""
+    entry = tl.sort(tl.where(stays, entry, NO_ENTRY))
+    before = tl.gather(entry, tl.maximum(m - 1, 0), 0)
+    return entry, (entry < NO_ENTRY) & ((m == 0) | (entry > before))
+
+
+@triton.jit
+def repeats(entry, stays, first, bits_ptr, words, WORDS: tl.constexpr):
+    """Return True if an entry of a list that stays occurs twice.
+
+    The ``words`` int32 at ``bits_ptr`` have a bit for each entry from ``first`` on, which this function
+    clears before it sets those of the list. This takes a tenth of the time of a sort of 2,048 entries.
+    """
+    w = tl.arange(0, WORDS)
+    tl.store(bits_ptr + w, 0, mask=w < words)
+    tl.debug_barrier()
+    at = tl.where(stays, entry - first, 0)
+    bit = 1 << at % 32
+    old = tl.atomic_or(bits_ptr + at // 32, bit, mask=stays, sem="relaxed")
+    return tl.max(tl.where(stays & ((old & bit) != 0), 1, 0), 0) > 0
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "owners", "of_owner", "blocks", "words", "bits"))
 def list_blocks(
     selected_ptr, lists_ptr,
-    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, origin_ptr,  # may be None
-    batch, s, t, planes, slots, left, right, prefix,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    block_ids_ptr,  # all tensors from here on may be None
+    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, origin_ptr,
+    batch, s, t, planes, slots, owners, of_owner, blocks, words, bits, left, right, prefix,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
 
-    They are in order, so the order of a list and repeats in it do not matter. The ``planes`` lists of a query
-    follow each other, as in ``selected`` ``[b, s, c, n]``. A block stays if the band shows some of its keys.
-    One program sorts a list in ``BLOCK_M`` places.
+    The ``planes`` lists of a query follow each other, as in ``selected`` ``[b, s, c, n]``. A block stays if
+    the band shows some of its keys. One program has the ``BLOCK_M`` places of a list, and sorts it if an
+    entry occurs twice, or if ``WORDS`` is 0. Otherwise each program has ``words`` int32 of its own, from
+    number ``bits`` of ``lists`` on.
+
+    With ``block_ids``, each program also writes ``slots`` numbers: for every block that stays, its number
+    among the ``blocks`` of all sequences and owners, then ``blocks``. The owner of a block is a list, or a KV
+    head if this has several lists. An owner has ``of_owner`` blocks, in one sequence or all packed ones.
     """
     pid = tl.program_id(0)
     work = locate_query(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, batch, s, t)
@@ -50,15 +80,24 @@ def list_blocks(
     low, high, _, _ = key_range(i, i + 1, band)
 
     row = (work.plane * s + work.row + work.start) * planes + pid % planes
-    m = tl.arange(0, BLOCK_M)
+    m, first = tl.arange(0, BLOCK_M), (low + origin.key) // BLOCK_SIZE
     entry = tl.load(selected_ptr + row * slots + m, mask=m < slots, other=-1)
-    stays = (entry >= 0) & (low < high)
-    stays = stays & (entry >= (low + origin.key) // BLOCK_SIZE)
+    stays = (entry >= 0) & (low < high) & (entry >= first)
     stays = stays & (entry <= (high - 1 + origin.key) // BLOCK_SIZE)
-    entry = tl.sort(tl.where(stays, entry, NO_ENTRY))
-    before = tl.gather(entry, tl.maximum(m - 1, 0), 0)
-    is_first = (entry < NO_ENTRY) & ((m == 0) | (entry > before))
-    count = is_first.to(tl.int32)
+    if WORDS == 0:
+        entry, stays = each_once(entry, stays, m)
+    elif repeats(entry, stays, first, lists_ptr + bits + row * words, words, WORDS):
+        entry, stays = each_once(entry, stays, m)
+    count = stays.to(tl.int32)
+    kept, total = tl.cumsum(count, 0), tl.sum(count, 0)
     list_ptr = lists_ptr + row * (slots + 1)
-    tl.store(list_ptr + tl.cumsum(count, 0), entry, mask=is_first)
-    tl.store(list_ptr, tl.sum(count, 0))
+    tl.store(list_ptr + kept, entry, mask=stays)
+    tl.store(list_ptr, total)
+    if block_ids_ptr is not None:
+        pair = pid % planes * owners // planes + work.plane * owners
+        # The numbers by which `locate` finds blocks.
+        key = tl.where(stays, entry, 0) * BLOCK_SIZE
+        block = slot_of(work.other, work.sequence, key, BLOCK_SIZE, cu_seqlens_k_ptr is not None)
+        at = tl.where(stays, kept - 1, total + m - kept)
+        ids = tl.where(stays, pair * of_owner + block, blocks).to(block_ids_ptr.dtype.element_ty)
+        tl.store(block_ids_ptr + tl.cast(pid, tl.int64) * slots + at, ids, mask=m < slots)

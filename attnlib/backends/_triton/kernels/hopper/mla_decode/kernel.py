@@ -118,9 +118,9 @@ def decode_mla(
             )
     elif CONVERTED:
         STORED: gl.constexpr = k_ptr.dtype.element_ty
+        planes = (k_desc, tail_desc, scale_desc)
         decode_rows_16_int8_fp8(
-            k_desc, tail_desc, scale_desc, queries, split, states, call, results, shared, STORED, PAGE,
-            MASK, SCORE,
-        )  # fmt: skip
+            planes, queries, split, states, call, results, shared, STORED, PAGE, MASK, SCORE
+        )
     else:
         decode_rows_16(k_desc, tail_desc, queries, split, states, call, results, shared, PAGE, MASK, SCORE)

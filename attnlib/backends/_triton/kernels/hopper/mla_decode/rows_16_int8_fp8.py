@@ -237,15 +237,18 @@ def allocate_rows_16_int8_fp8(dtype: gl.constexpr):
 
 @gluon.jit
 def decode_rows_16_int8_fp8(
-    k_desc, tail_desc, scale_desc, queries, split, states, call, results, shared,
+    planes, queries, split, states, call, results, shared,
     STORED: gl.constexpr, PAGE: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """Run two consumer warpgroups and a producer warp (warp specialization)."""
+    """Run two consumer warpgroups and a producer warp (warp specialization).
+
+    ``planes`` has the descriptors of latents, rotary channels and scales.
+    """
     gl.warp_specialize(
         [
             (consume, (0, queries, split, states, call, results, shared, STORED, MASK, SCORE)),
             (consume, (1, queries, split, states, call, results, shared, STORED, MASK, SCORE)),
-            (produce, (k_desc, tail_desc, scale_desc, split, states, call, shared, PAGE)),
+            (produce, (planes[0], planes[1], planes[2], split, states, call, shared, PAGE)),
         ],
         [4, 1],
         [240, 24],

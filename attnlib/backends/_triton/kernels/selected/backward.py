@@ -1,0 +1,355 @@
+"""The backward over the keys that lists select, without atomics for dq, dk and dv.
+
+A pass over queries writes dq. Gradients of keys are sums over the queries whose lists select them: a pass
+over keys writes partial sums in fp32, and a third kernel adds them in a fixed order.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..band import KeyBand, bounds, origin_of, visible
+from ..scores import Modifiers, changed, load_slope, modify, placed, unchanged, unit_behind
+from ..tile import (
+    COUNTS,
+    ChannelBlocks,
+    Channels,
+    Rows,
+    TilePlace,
+    Work,
+    add_products,
+    first_block,
+    gathered_tile,
+    locate,
+    owner,
+    products,
+    scatter_tile,
+    tokens_of,
+    zeros,
+)
+
+# Triton must not specialize on the counts of inverted lists either.
+INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def selected_backward_queries(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    lists_ptr,  # as list_blocks writes them
+    dslopes_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors, grad_tensors,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+    stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
+    stride_lb, stride_lh, stride_slopes, stride_sb, stride_sh,
+    batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of queries, dq ``[b, s, h, d]``, by the programs of ``selected_forward``.
+
+    If slopes of ALiBi need gradients, each program writes those of its query and heads, ``[b, h, s]``
+    (packed: ``[h, s + b + 1]``). Gradients of tensors that a score function captures are accumulated with
+    atomics, in no fixed order.
+    """
+    head_tiles = tl.cdiv(rows, BLOCK_M)
+    units = heads // rows * head_tiles
+    pid = tl.program_id(0)
+    work = locate(pid // units, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    if work.start >= work.rows:
+        return
+    first = pid % units // head_tiles * rows
+    m = pid % head_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = m < rows
+    head = tl.where(valid, first + m, first)
+    sequence, keys, token = work.sequence, work.others, work.row + work.start
+    origin = origin_of(origin_ptr, sequence, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    slope = None
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)[:, None]
+    modifiers = Modifiers(scale, softcap, slope)
+
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    of_q, of_k = TilePlace(work.plane, token, 0), TilePlace(work.plane, work.other, first // group)
+    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg)
+    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, head, stride_qh, valid, d)
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
+    dout = gathered_tile(dout_rows, of_q, head, stride_doh, valid, e)
+    at = work.plane * stride_lb + token + head * stride_lh
+    lse2 = tl.load(lse2_ptr + at, mask=valid, other=float("inf"))[:, None]
+    delta = tl.load(delta_ptr + at, mask=valid, other=0.0)[:, None]
+    dq, dslope = zeros(d, BLOCK_M), tl.zeros([BLOCK_M], tl.float32)
+
+    i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
+    list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
+    total = tl.load(list_ptr) * BLOCK_SIZE
+    for x in tl.range(0, total, BLOCK_N, num_stages=STAGES):
+        n = x + tl.arange(0, BLOCK_N)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(list_ptr + 1 + x // BLOCK_SIZE) + tl.zeros([BLOCK_N], tl.int32)
+        else:
+            block = tl.load(list_ptr + 1 + n // BLOCK_SIZE, mask=n < total, other=0)
+        key = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
+        j = key[None, :]
+        seen = visible(i, j, band) & (n < total)[None, :]
+        loaded = tl.max(seen.to(tl.int32), 0) > 0  # all rows are of one query, as in the forward
+        k = gathered_tile(k_rows, of_k, key, stride_kt, loaded, d)
+        place = placed(origin, sequence, head[:, None], i, j, keys - work.rows)
+        if MASK is not None:
+            seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+        seen = seen & valid[:, None]
+        s_ij, derivative = modify(products(q, k, d, PRECISION), modifiers, i + band.offset, j)
+        score = changed(s_ij, modifiers, place, score_tensors, SCORE)
+        p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
+        v = gathered_tile(v_rows, of_k, key, stride_vt, loaded, e)
+        ds = tl.where(seen, p * (products(dout, v, e, PRECISION) - delta), 0.0)
+        ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
+        if dslopes_ptr is not None:
+            dslope -= tl.sum(ds * tl.abs(i + band.offset - j).to(tl.float32), 1)
+        ds = tl.where(seen, ds * derivative, 0.0)
+        dq = add_products(dq, ds, k, d, PRECISION)
+
+    dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh)
+    scatter_tile(dq_rows, of_q, head, stride_dqh, valid, dq, scale, d)
+    if dslopes_ptr is not None:  # packed sequences share a row, and each has one more number at its end
+        at = sequence * stride_sb + head * stride_sh + token
+        tl.store(dslopes_ptr + at, dslope, mask=valid)
+
+
+class SelectedCall(NamedTuple):
+    """The offsets and counts of a call with lists; ``list_blocks`` explains owners.
+
+    Each owner's blocks belong to ``shared`` KV heads.
+    """
+
+    cu_q_ptr: tl.tensor | None
+    cu_k_ptr: tl.tensor | None
+    batch: tl.tensor
+    s: tl.tensor
+    t: tl.tensor
+    planes: tl.tensor
+    slots: tl.tensor
+    owners: tl.tensor
+    shared: tl.tensor
+
+
+class KeyWork(NamedTuple):
+    """Some keys ``j`` of a KV head, and ``count`` lists that select them: from ``low`` on in ``choosers``.
+
+    Without ``choosers``, there is one list, whose number is ``low``. ``work`` has the head, and the tokens of
+    the sequence. Partial sums go to the rows ``part``.
+    """
+
+    work: Work
+    j: tl.tensor
+    valid: tl.tensor
+    low: tl.tensor
+    count: tl.tensor
+    part: tl.tensor
+
+
+@triton.jit
+def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
+    """Return the work of a block of keys, with the number of its owner in place of a head."""
+    return locate(
+        block, call.cu_k_ptr, call.cu_q_ptr, call.batch, call.owners, call.t, call.s, 1, BLOCK_SIZE, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def keys_of_block(
+    call, edges_ptr, entries, blocks, BLOCK_SIZE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the work of a program that takes keys of one block, and up to ``ITEM`` lists with this block.
+
+    Lists are inverted: block ``n`` is in the lists from ``edges[n]`` to ``edges[n + 1]``.
+    """
+    tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
+    item, head = pid // (call.shared * tiles), pid // tiles % call.shared
+    block, nth = owner(edges_ptr, item, blocks, entries, 1, ITEM, 0)
+    low, count = tokens_of(edges_ptr, block, blocks, entries)
+    count = tl.where(block < blocks, count, 0)  # entries after the last edge select nothing
+    work = keys_of(tl.minimum(block, blocks - 1), call, BLOCK_SIZE)
+    n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    kv_head = work.head * call.shared + head
+    of_head = Work(work.sequence, work.plane, kv_head, 0, work.row, work.rows, work.other, work.others)
+    part = (tl.cast(item, tl.int64) * call.shared + head) * BLOCK_SIZE + n
+    count = tl.minimum(count - nth * ITEM, ITEM)
+    return KeyWork(of_head, work.start + n, n < BLOCK_SIZE, low + nth * ITEM, count, part)
+
+
+@triton.jit
+def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the work of a program that takes ``BLOCK_N`` keys of one list, from query ``first`` on."""
+    tiles, kv_heads, pid = (
+        tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N),
+        call.owners * call.shared,
+        tl.program_id(0),
+    )
+    query, kv_head = (first + pid // (tiles * kv_heads)).to(tl.int64), pid // tiles % kv_heads
+    work = locate(query, call.cu_q_ptr, call.cu_k_ptr, call.batch, 1, call.s, call.t, 1, 1, False)
+    plane, token = kv_head // call.shared, work.plane * call.s + work.row + work.start
+    list_ptr = lists_ptr + (token * call.planes + plane) * (call.slots + 1)
+    total = tl.load(list_ptr, mask=work.start < work.rows, other=0) * BLOCK_SIZE
+    x = pid % tiles * BLOCK_N
+    n = x + tl.arange(0, BLOCK_N)
+    slot = n // BLOCK_SIZE
+    block = tl.load(list_ptr + 1 + slot, mask=n < total, other=0)
+    of_head = Work(
+        work.sequence, work.plane, kv_head.to(tl.int64), 0, work.other, work.others, work.row, work.rows
+    )
+    part = ((query - first) * call.planes + plane) * call.slots + slot
+    part = (part * call.shared + kv_head % call.shared) * BLOCK_SIZE + n % BLOCK_SIZE
+    j, low = block * BLOCK_SIZE + n % BLOCK_SIZE, (query * call.planes + plane).to(tl.int32)
+    return KeyWork(of_head, j, n < total, low, (x < total).to(tl.int32), part)
+
+
+@triton.jit(do_not_specialize=INVERTED)
+def selected_backward_keys(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, lists_ptr, parts_ptr,
+    choosers_ptr, edges_ptr,  # lists by block; None if each program takes the keys of one list
+    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
+    stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_slopes,
+    batch, slots, owners, shared, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
+    GROUP: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, ITEM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write partial sums of dk and dv: fp32 rows of ``D`` and ``E`` numbers.
+
+    A program computes them for ``BLOCK_N`` keys of a KV head. Its rows are the ``ROWS`` query heads of each
+    list that selects the keys, ``BLOCK_M`` of them at a time. Score tiles are transposed,
+    ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
+    """
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, shared)
+    if choosers_ptr is None:
+        found = keys_of_list(call, lists_ptr, first, BLOCK_SIZE, BLOCK_N)
+    else:
+        found = keys_of_block(call, edges_ptr, entries, blocks, BLOCK_SIZE, ITEM, BLOCK_N)
+    work, in_tile, count = found.work, found.valid, found.count * ROWS
+    if count <= 0:
+        return
+    sequence, keys, queries = work.sequence, work.rows, work.others
+    origin = origin_of(origin_ptr, sequence, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    of_q, of_k = TilePlace(work.plane, 0, 0), TilePlace(work.plane, work.row, work.head)
+    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh)
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    lse2_ptr += work.plane * stride_lb
+    delta_ptr += work.plane * stride_lb
+
+    loaded = in_tile & (found.j >= start) & (found.j < end)
+    k = gathered_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, found.j, stride_kt, loaded, d)
+    v = gathered_tile(Rows(v_ptr, stride_vb, stride_vt, stride_vg), of_k, found.j, stride_vt, loaded, e)
+    dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
+    j, m = found.j[:, None], tl.arange(0, BLOCK_M)
+    # list_blocks counts one more query for each packed sequence.
+    skipped = (sequence if cu_seqlens_q_ptr is not None else work.plane * s).to(tl.int32)
+    first_query, kv_head = work.other.to(tl.int32), work.head.to(tl.int32)
+    # The next step's lists are loaded one step ahead, since the addresses of its queries depend on them.
+    lists = chooser(choosers_ptr, found.low, m // ROWS, m < count)
+    for x in tl.range(0, count, BLOCK_M, num_stages=STAGES):
+        valid = x + m < count
+        token = tl.where(valid, lists // PLANES - skipped, first_query)
+        if ROWS < GROUP:  # each query head has a list
+            head = tl.where(valid, lists % PLANES, 0)
+        else:
+            head = tl.where(valid, kv_head * GROUP + (x + m) % ROWS, 0)
+        lists = chooser(choosers_ptr, found.low, (x + BLOCK_M + m) // ROWS, x + BLOCK_M + m < count)
+        q = gathered_tile(q_rows, of_q, token.to(tl.int64) * stride_qs + head * stride_qh, 1, valid, d)
+        rows_at = token + head * stride_lh
+        lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=float("inf"))
+        i = (keys - queries + token - first_query)[None, :]
+        slope = None
+        if alibi_slopes_ptr is not None:
+            slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)[None, :]
+        modifiers = Modifiers(scale, softcap, slope)
+        s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.offset, j)
+        place = placed(origin, sequence, head[None, :], i, j, keys - queries)
+        score = changed(s_ij, modifiers, place, score_tensors, SCORE)
+        p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2[None, :])
+        seen = visible(i, j, band)
+        if SCORE is not None:  # the scores of rows that are not valid may be anything
+            seen = seen & valid[None, :]
+        if MASK is not None:
+            seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+        p = tl.where(seen, p, 0.0)
+        dout = gathered_tile(
+            dout_rows, of_q, token.to(tl.int64) * stride_dos + head * stride_doh, 1, valid, e
+        )
+        delta = tl.load(delta_ptr + rows_at, mask=valid, other=0.0)
+        ds = p * (products(v, dout, e, PRECISION) - delta[None, :])
+        ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
+        ds = tl.where(seen, ds, 0.0)
+        dv = add_products(dv, p, dout, e, PRECISION)
+        dk = add_products(dk, ds, q, d, PRECISION)
+
+    of_part = TilePlace(0, 0, 0)
+    scatter_tile(Rows(parts_ptr, 0, 0, 0), of_part, found.part, D + E, in_tile, dk, scale, d)
+    scatter_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, found.part, D + E, in_tile, dv, 1.0, e)
+
+
+@triton.jit
+def chooser(choosers_ptr, low, n, valid):
+    """Return the number of the ``n``-th list from ``low`` on; 0 if it is not ``valid``."""
+    if choosers_ptr is None:
+        return tl.where(valid, low, 0)
+    else:
+        return tl.load(choosers_ptr + low + n, mask=valid, other=0)
+
+
+@triton.jit(do_not_specialize=INVERTED)
+def selected_backward_sums(
+    parts_ptr, edges_ptr, dk_ptr, dv_ptr,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # any of these may be None
+    stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
+    batch, owners, shared, s, t, entries, blocks,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: the sums of partial sums, in a fixed order.
+
+    One program adds ``BLOCK_N`` keys of one block. A block has one partial sum for each ``ITEM`` lists or,
+    with ``order``, for each entry of a list. ``ADD``: add to the values of dk and dv.
+    """
+    tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
+    block, head = pid // (shared * tiles), pid // tiles % shared
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, shared)
+    work = keys_of(block, call, BLOCK_SIZE)
+    if work.start >= work.rows:
+        return
+    low, count = tokens_of(edges_ptr, block, blocks, entries)
+    if order_ptr is None:
+        low, count = first_block(edges_ptr, block, entries, 1, ITEM, 0), tl.cdiv(count, ITEM)
+    n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    j, valid = work.start + n, (n < BLOCK_SIZE) & (work.start + n < work.rows)
+    of_k, of_part = TilePlace(work.plane, work.row, work.head * shared + head), TilePlace(0, 0, 0)
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg)
+    dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg)
+    dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
+    if ADD:
+        dk = gathered_tile(dk_rows, of_k, j, stride_dkt, valid, d)
+        dv = gathered_tile(dv_rows, of_k, j, stride_dvt, valid, e)
+    for x in range(low, low + count):
+        part = tl.cast(x, tl.int64) if order_ptr is None else tl.load(order_ptr + x)
+        rows = (part * shared + head) * BLOCK_SIZE + n
+        more = gathered_tile(Rows(parts_ptr, 0, 0, 0), of_part, rows, D + E, valid, d)
+        dk = ChannelBlocks(dk.main + more.main, dk.tail + more.tail)
+        more = gathered_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, rows, D + E, valid, e)
+        dv = ChannelBlocks(dv.main + more.main, dv.tail + more.tail)
+    scatter_tile(dk_rows, of_k, j, stride_dkt, valid, dk, 1.0, d)
+    scatter_tile(dv_rows, of_k, j, stride_dvt, valid, dv, 1.0, e)
