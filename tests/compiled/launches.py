@@ -50,6 +50,7 @@ MASKS = MappingProxyType(
     }
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
+LATENT_HEADS = 128, 1  # query and KV heads where lists select tokens
 TREE = "0 1 None True 1023"  # ends and positions, of a tree with a window
 CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
@@ -177,27 +178,28 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
     has_lists = build.block or build.function in ("documents", "tree")
-    rows, kv_heads = dense(1, 1).shape[:-2], 1 if build.block == 1 else KV_HEADS  # tokens are latents
-    out = dense(QUERY_HEADS, e)
-    rowwise = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
+    rows = dense(1, 1).shape[:-2]
+    heads, kv_heads = LATENT_HEADS if build.block == 1 else (QUERY_HEADS, KV_HEADS)  # lists of tokens
+    out = dense(heads, e)
+    rowwise = (heads, BATCH * build.tokens) if packed else (BATCH, heads, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {
-        "q": dense(QUERY_HEADS, d, apart), "k": dense(kv_heads, d, apart), "v": dense(kv_heads, e, apart),
-        "dq": dense(QUERY_HEADS, d), "dk": dense(kv_heads, d), "dv": dense(kv_heads, e),
-        "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
+        "q": dense(heads, d, apart), "k": dense(kv_heads, d, apart), "v": dense(kv_heads, e, apart),
+        "dq": dense(heads, d), "dk": dense(kv_heads, d), "dv": dense(kv_heads, e),
+        "out": out.bfloat16() if fp8 else out, "dout": dense(heads, e),
         "lse": numbers(*rowwise), "lse2": numbers(*rowwise), "delta": numbers(*rowwise),
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists),
         "selected": numbers(*rows, kv_heads, 64 // kv_heads, dtype=torch.int32, given=build.block),
         "block_ids": None,
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
-        "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
-        "sinks": numbers(QUERY_HEADS, given=build.sinks),
+        "alibi_slopes": numbers(heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
+        "sinks": numbers(heads, given=build.sinks),
         "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
         "key_ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
         "origin": None, "dropout_seed": numbers(1, dtype=torch.int64, given=build.dropout),
-        "q_descale": numbers(BATCH, QUERY_HEADS, given=fp8),
+        "q_descale": numbers(BATCH, heads, given=fp8),
         "k_descale": numbers(BATCH, KV_HEADS, given=fp8), "v_descale": numbers(BATCH, KV_HEADS, given=fp8),
     }  # fmt: skip
 
