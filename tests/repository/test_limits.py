@@ -202,10 +202,10 @@ def test_backends_stay_small():
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
     backward 15. A forward in e4m3 of 16-bit inputs brought 160: a kernel that rounds them, its launches, and
     a definition of the gradients. Lists of selected keys, on the torch and reference backends, brought 56,
-    and the two kernels of a forward over them 132; their gradients, by three kernels, 348.
+    and the two kernels of a forward over them 132; their gradients, by three kernels, 350.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5634, f"{sum(found.values())} statements in backends/, not 5634: {found}"
+    assert sum(found.values()) <= 5636, f"{sum(found.values())} statements in backends/, not 5636: {found}"
 
 
 def test_the_benchmark_stays_small():
