@@ -51,6 +51,7 @@ MASKS = MappingProxyType(
     }
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
+LATENT_HEADS = 128, 1  # query and KV heads where lists select tokens
 TREE = "0 1 None True 1023"  # ends and positions, of a tree with a window
 CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
@@ -171,7 +172,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
     """All that kernels of the backend read and write, by name; None for what the call does not have."""
     dtype, packed = DTYPES[build.dtype], build.rows == "packed"
     d, e = build.head
-    query_heads, kv_heads = (128, 1) if build.kernel == LATENTS else (QUERY_HEADS, KV_HEADS)
+    query_heads, kv_heads = LATENT_HEADS if build.block == 1 else (QUERY_HEADS, KV_HEADS)
 
     def dense(heads: int, width: int, apart: int = 0) -> Tensor:
         shape = (BATCH * build.tokens,) if packed else (BATCH, build.tokens)
@@ -182,7 +183,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 
     apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
     has_lists = build.block or build.function in ("documents", "tree")
-    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else kv_heads
+    rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else kv_heads  # lists of tokens serve all
     k, out = dense(kv_heads, d, apart), dense(query_heads, e)
     v = k[..., :e] if build.kernel == LATENTS else dense(kv_heads, e, apart)
     rowwise = (query_heads, BATCH * build.tokens) if packed else (BATCH, query_heads, build.tokens)

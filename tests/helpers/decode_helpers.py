@@ -161,7 +161,8 @@ def near(view: KVView) -> KVView:
     """A copy on the CPU."""
     tensors = {x.name: getattr(view, x.name) for x in fields(view)}
     copies = {name: x.cpu() for name, x in tensors.items() if isinstance(x, Tensor)}
-    return replace(view, **copies | ({"v": copies["k"]} if view.v is view.k else {}))
+    same = {"v": copies["k"], "v_scale": copies.get("k_scale")} if view.v is view.k else {}
+    return replace(view, **copies | same)
 
 
 def moved_pages(call: Call) -> Call:

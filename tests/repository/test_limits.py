@@ -207,7 +207,7 @@ def test_backends_stay_small():
     over latents brought 20.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 5910, f"{sum(found.values())} statements in backends/, not 5910: {found}"
+    assert sum(found.values()) <= 5912, f"{sum(found.values())} statements in backends/, not 5912: {found}"
 
 
 def test_the_benchmark_stays_small():

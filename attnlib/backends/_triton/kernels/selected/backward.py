@@ -157,9 +157,8 @@ class KeyWork(NamedTuple):
 @triton.jit
 def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
     """Return the work of a block of keys, with the number of its owner in place of a head."""
-    return locate(
-        block, call.cu_k_ptr, call.cu_q_ptr, call.batch, call.owners, call.t, call.s, 1, BLOCK_SIZE, False,
-    )  # fmt: skip
+    sizes = call.owners, call.t, call.s, 1  # blocks of an owner follow each other, and share queries in L2
+    return locate(block, call.cu_k_ptr, call.cu_q_ptr, call.batch, *sizes, BLOCK_SIZE, False)
 
 
 @triton.jit
@@ -187,11 +186,8 @@ def keys_of_block(
 @triton.jit
 def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the work of a program that takes ``BLOCK_N`` keys of one list, from query ``first`` on."""
-    tiles, kv_heads, pid = (
-        tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N),
-        call.owners * call.shared,
-        tl.program_id(0),
-    )
+    tiles, pid = tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N), tl.program_id(0)
+    kv_heads = call.owners * call.shared
     query, kv_head = (first + pid // (tiles * kv_heads)).to(tl.int64), pid // tiles % kv_heads
     work = locate(query, call.cu_q_ptr, call.cu_k_ptr, call.batch, 1, call.s, call.t, 1, 1, False)
     plane, token = kv_head // call.shared, work.plane * call.s + work.row + work.start
