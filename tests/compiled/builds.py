@@ -162,7 +162,8 @@ def selected_backward_entries() -> Iterator[Build]:
     for kernel in SELECTED_BACKWARD:
         for block in (1, 16, 128):
             yield Build(kernel, 90, (128, 128), block=block)
-        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=64)
+        for block in (1, 64):
+            yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=block)
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128), block=64)
     for kernel in (queries, keys):

@@ -6,7 +6,7 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED, moved
 from selected_cases import BANDS, FORMS, lists, made
 
-from attnlib import CAUSAL, Mask, attention_with_lse, masks, score_mod, varlen_attention_with_lse
+from attnlib import CAUSAL, Mask, attention_with_lse, mask_mod, score_mod, varlen_attention_with_lse
 from attnlib.backends._triton.dense import tables
 from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.masks import selected
@@ -196,5 +196,5 @@ def test_many_lists_with_the_same_block(parts, monkeypatch):
 
 def test_a_mask_function_of_heads():
     *tensors, indices, size = made(FORMS[5], torch.float32, s=5, t=60)
-    band = CAUSAL & masks.head_windows(torch.tensor([9, 60, 20, 5, 40, 3]))
+    band = CAUSAL & mask_mod(lambda b, h, i, j: i - j < 3 + 11 * h)
     assert_right(attention_with_lse, tensors, indices, size, band)

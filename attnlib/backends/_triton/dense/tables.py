@@ -253,9 +253,9 @@ SELECTED_QUERIES = (
     (WIDEST, LaunchConfig(32, 32, 2, 8)),  # 64 x 16 takes 238 KB of shared memory (sm_100, triton 3.6)
 )
 SELECTED_KEYS = (
-    (128, LaunchConfig(64, 64, 2, 4)),
+    (128, LaunchConfig(32, 64, 3, 4)),
     (256, LaunchConfig(64, 32, 2, 8)),
-    (WIDEST, LaunchConfig(32, 32, 2, 8)),  # 64 x 32 takes 237 KB (sm_90, triton 3.9)
+    (WIDEST, LaunchConfig(64, 16, 2, 8)),  # 64 x 32 takes 237 KB (sm_90, triton 3.9)
 )
 SELECTED_BACKWARD_SMALL = (*BACKWARD_KEYS_SMALL[:3], BACKWARD_KEYS_SMALL[-1])
 PARTS = 1 << 30  # bytes of partial sums of dk and dv at a time

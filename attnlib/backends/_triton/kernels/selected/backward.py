@@ -188,7 +188,7 @@ def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
     """Return the work of a program that takes ``BLOCK_N`` keys of one list, from query ``first`` on."""
     tiles, pid = tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N), tl.program_id(0)
     kv_heads = call.owners * call.shared
-    query, kv_head = (first + pid // (tiles * kv_heads)).to(tl.int64), pid // tiles % kv_heads
+    query, kv_head = first + pid // (tiles * kv_heads), pid // tiles % kv_heads
     work = locate(query, call.cu_q_ptr, call.cu_k_ptr, call.batch, 1, call.s, call.t, 1, 1, False)
     plane, token = kv_head // call.shared, work.plane * call.s + work.row + work.start
     list_ptr = lists_ptr + (token * call.planes + plane) * (call.slots + 1)
@@ -200,9 +200,9 @@ def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
     of_head = Work(
         work.sequence, work.plane, kv_head.to(tl.int64), 0, work.other, work.others, work.row, work.rows
     )
-    part = ((query - first) * call.planes + plane) * call.slots + slot
+    part = ((query - first).to(tl.int64) * call.planes + plane) * call.slots + slot
     part = (part * call.shared + kv_head % call.shared) * BLOCK_SIZE + n % BLOCK_SIZE
-    j, low = block * BLOCK_SIZE + n % BLOCK_SIZE, (query * call.planes + plane).to(tl.int32)
+    j, low = block * BLOCK_SIZE + n % BLOCK_SIZE, query * call.planes + plane
     return KeyWork(of_head, j, n < total, low, (x < total).to(tl.int32), part)
 
 
