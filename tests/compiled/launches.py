@@ -90,7 +90,7 @@ def _dense(build: Build) -> Prepared:
     loaded = (named["q"], named["k"], named["v"])
     key = key_of(arguments, *loaded)._replace(
         tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order,
-        same_start=build.kernel == LATENTS,
+        same_start=_are_values_keys(build),
     )  # fmt: skip
     if build.kernel in STATISTICS:
         return _statistic(build, key, named)
@@ -168,6 +168,11 @@ def _capped(score, b, h, i, j, bias):
 SCORES = MappingProxyType({"relative": _relative, "capped": _capped})
 
 
+def _are_values_keys(build: Build) -> bool:
+    """Whether lists select latents, whose first channels are the values."""
+    return build.block == 1 and build.head == (576, 512)
+
+
 def _tensors(build: Build) -> dict[str, Tensor | None]:
     """All that kernels of the backend read and write, by name; None for what the call does not have."""
     dtype, packed = DTYPES[build.dtype], build.rows == "packed"
@@ -185,7 +190,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
     has_lists = build.block or build.function in ("documents", "tree")
     rows, lists = dense(1, 1).shape[:-2], 1 if build.block == 1 else kv_heads  # lists of tokens serve all
     k, out = dense(kv_heads, d, apart), dense(query_heads, e)
-    v = k[..., :e] if build.kernel == LATENTS else dense(kv_heads, e, apart)
+    v = k[..., :e] if _are_values_keys(build) else dense(kv_heads, e, apart)
     rowwise = (query_heads, BATCH * build.tokens) if packed else (BATCH, query_heads, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {

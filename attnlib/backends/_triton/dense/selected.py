@@ -34,9 +34,10 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     from ..kernels.selected.forward import selected_forward
 
     found = lists(x, indices, block_size)
-    tiles = tables.selected(x.case, rows=found.arguments["rows"], block_size=block_size)
-    more = found.arguments | {"OWN_VALUES": x.own_values}
-    return (found.launch, launch_by_queries(x, selected_forward, tiles, more)), found.numbers
+    rows = found.arguments["rows"]
+    tiles = tables.selected(x.case, rows=rows, block_size=block_size, own_values=x.own_values)
+    launch = launch_by_queries(x, selected_forward, tiles, found.arguments)
+    return (found.launch, launch), found.numbers
 
 
 def takes_latents(x: DenseShapes, a: Arguments) -> bool:
@@ -79,6 +80,7 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
     more = {
         "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
         "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
+        "OWN_VALUES": x.own_values,
         "owners": owners, "shared": x.g // owners,
         "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
     }  # fmt: skip

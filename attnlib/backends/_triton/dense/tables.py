@@ -235,6 +235,9 @@ SELECTED = (
     (256, LaunchConfig(64, 32, 2, 4)),
     (WIDEST, LaunchConfig(64, 32, 2, 8)),  # 64 x 64 takes 345 KB of shared memory (sm_90, triton 3.6)
 )
+# Values that are the first channels of the keys take no shared memory of their own: 15.2 ms become 11.4 for
+# 4,096 queries of 128 heads that select 2,048 latents (H100).
+SELECTED_LATENTS = LaunchConfig(64, 64, 2, 8)
 SELECTED_SMALL = (
     (128, LaunchConfig(64, 64, 2, 4)),
     (256, LaunchConfig(32, 32, 2, 4)),
@@ -286,11 +289,13 @@ def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
     return config._replace(block_m=min(config.block_m, power_of_two(group)))
 
 
-def selected(case: DenseCase, *, rows: int, block_size: int) -> LaunchConfig:
+def selected(case: DenseCase, *, rows: int, block_size: int, own_values: bool = True) -> LaunchConfig:
     """Return the tiles of the forward over keys that lists select in blocks of ``block_size`` keys.
 
     Its rows are the query heads of one query that share a list and a KV head.
     """
+    if not own_values and case.arch == 90 and case.itemsize == 2 and _widest(case) > 256:
+        return in_blocks(SELECTED_LATENTS._replace(block_m=min(64, power_of_two(rows))), block_size)
     return _of_lists(case, SELECTED, SELECTED_SMALL, SELECTED_FP32, rows, block_size)
 
 

@@ -28,6 +28,7 @@ from ..tile import (
     tokens_of,
     zeros,
 )
+from .forward import blocks_at
 
 # Triton must not specialize on the counts of inverted lists either.
 INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
@@ -45,8 +46,8 @@ def selected_backward_queries(
     batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,
-    GRADIENTS: tl.constexpr,
+    OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of queries, dq ``[b, s, h, d]``, by the programs of ``selected_forward``.
 
@@ -89,12 +90,11 @@ def selected_backward_queries(
     i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
     list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
+    following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
     for x in tl.range(0, total, BLOCK_N, num_stages=STAGES):
-        n = x + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(list_ptr + 1 + x // BLOCK_SIZE) + tl.zeros([BLOCK_N], tl.int32)
-        else:
-            block = tl.load(list_ptr + 1 + n // BLOCK_SIZE, mask=n < total, other=0)
+        # Blocks are read one tile ahead, as in the forward.
+        n, block = x + tl.arange(0, BLOCK_N), following
+        following = blocks_at(list_ptr + 1, x + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
         key = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
         j = key[None, :]
         seen = visible(i, j, band) & (n < total)[None, :]
@@ -107,7 +107,9 @@ def selected_backward_queries(
         s_ij, derivative = modify(products(q, k, d, PRECISION), modifiers, i + band.offset, j)
         score = changed(s_ij, modifiers, place, score_tensors, SCORE)
         p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
-        v = gathered_tile(v_rows, of_k, key, stride_vt, loaded, e)
+        v = k
+        if OWN_VALUES or D_MAIN != E_MAIN:
+            v = gathered_tile(v_rows, of_k, key, stride_vt, loaded, e)
         ds = tl.where(seen, p * (products(dout, v, e, PRECISION) - delta), 0.0)
         ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
         if dslopes_ptr is not None:
