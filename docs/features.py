@@ -222,6 +222,7 @@ OVER_CACHES = (
     cached("ALiBi, sinks", PAGES, score=Score(alibi_slopes=meta(HEADS), sinks=meta(HEADS))),
     cached("mask functions", PAGES, mask=EVERY_SECOND),
     cached("score functions", PAGES, score=READS_TENSOR),
+    cached("mask and score functions over latents", latent(), heads=128, mask=EVERY_SECOND),
     cached(
         "keys or blocks that lists select",
         PAGES,
