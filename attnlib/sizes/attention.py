@@ -22,7 +22,7 @@ class GroupedShape:
 
     The layer is MHA if it has as many KV heads as query heads, and MQA if it has one KV head. With
     ``own_keys=False``, it reads the cache of another layer and stores nothing. With ``values="keys"``, it has
-    no v_proj.
+    no v_proj. Each query reads ``selected`` of the keys that it sees, or all of them.
 
     Raises:
         ValueError: a size is below 1, or ``num_heads`` is not a multiple of ``num_kv_heads``.
@@ -33,7 +33,7 @@ class GroupedShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    selected: int | None = None  # keys that each query selects, of those that it sees
+    selected: int | None = None
     bias: bool = False  # biases of the q, k and v projections
     output_bias: bool = False
     qk_norm: bool = False
@@ -120,6 +120,8 @@ class GroupedShape:
 class LatentShape:
     """The sizes of a :class:`attnlib.MultiHeadLatentAttention` layer; without rope, the rope size is 0.
 
+    Each query reads ``selected`` of the keys that it sees, or all of them.
+
     Raises:
         ValueError: a size is below 1, or ``qk_rope_head_dim`` is below 0.
     """
@@ -132,7 +134,7 @@ class LatentShape:
     qk_rope_head_dim: int
     v_head_dim: int
     window: int | None = None
-    selected: int | None = None  # keys that each query selects, of those that it sees
+    selected: int | None = None
     gate: Gate | None = None
     own_keys: bool = True
 
