@@ -178,6 +178,7 @@ def _selected(arch: int) -> Iterator[CachedBuild]:
         yield decode(store=store, block=64)
     yield decode(WIDE_MLA, block=1, page=16, sequences=1, softcap=True, sinks=True)
     yield decode(WIDE_MLA, block=1, page=0, packed=True, tokens=4)
+    yield decode(WIDE_MLA, block=1, slopes=True)
     yield decode(GQA256, block=32)
     yield decode(GQA64, block=128, packed=True, page=16)
     yield decode(block=64, page=0, tokens=4)

@@ -20,7 +20,7 @@ COPYING: gl.constexpr = gl.constexpr(128)  # threads of the producer; all of the
 def selected_latents(
     q_ptr, k_ptr, out_ptr, lse_ptr, lists_ptr,  # the lists as list_blocks writes them
     sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # any of these may be None
-    k_rope_ptr, table_ptr, split_ptr,  # None without a cache, as everything that only a cache has
+    k_rope_ptr, table_ptr, split_ptr,  # None without a cache, as are the other arguments of caches
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_tt, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_table, pages, batch, heads, slots, splits, lines, s, t, scale, softcap,
     PAGE: gl.constexpr, SPLIT: gl.constexpr,
@@ -31,8 +31,9 @@ def selected_latents(
     list of up to ``slots`` tokens. The programs of a query are neighbours, so that they share its rows in the
     L2 cache.
 
-    A cache stores the 64 rotary channels in ``k_rope``, and has pages of ``PAGE`` tokens, or of ``PAGE = 0``
-    a page for each sequence. If lists are ``SPLIT``, a program writes partial results for ``merge_splits``.
+    A cache stores the 64 rotary channels in ``k_rope``, and its page ``n`` begins ``n * stride_kb`` elements
+    after ``k``. A page has ``PAGE`` tokens, or with ``PAGE = 0`` a whole sequence. If lists are ``SPLIT``,
+    programs write partial results for ``merge_splits``.
     """
     parts = heads // ROWS
     pid = gl.program_id(0)
