@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from .builds import FUNCTIONS, OTHERS, Build, pairwise
 
-SELECTED = ("list_blocks", "selected_decode", "merge_splits")
+SELECTED_DECODE = "selected_decode"  # of latents on sm_90, Hopper's own kernel
+SELECTED = ("list_blocks", SELECTED_DECODE, "merge_splits")
 GROUP = 4  # query heads to a KV head of grouped storage
 WITHOUT_FP8 = (80, 86)
 
@@ -175,6 +176,9 @@ def _selected(arch: int) -> Iterator[CachedBuild]:
         yield decode(layer, store=store, block=1)
     for store in stores:
         yield decode(store=store, block=64)
+    yield decode(WIDE_MLA, block=1, page=16, sequences=1, softcap=True, sinks=True)
+    yield decode(WIDE_MLA, block=1, page=0, packed=True, tokens=4)
+    yield decode(WIDE_MLA, block=1, slopes=True)
     yield decode(GQA256, block=32)
     yield decode(GQA64, block=128, packed=True, page=16)
     yield decode(block=64, page=0, tokens=4)

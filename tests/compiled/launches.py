@@ -33,7 +33,7 @@ from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
 from .builds import LATENTS, QUANTIZE, SELECTED, SELECTED_BACKWARD, STATISTICS, Build
-from .cached_builds import GROUP, AnyBuild, CachedBuild
+from .cached_builds import GROUP, SELECTED_DECODE, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
     {
@@ -57,6 +57,8 @@ CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
 # 5090.
 PROCESSORS = MappingProxyType({80: 108, 86: 84, 90: 132, 100: 148, 120: 170})
+# Hopper's own kernels over caches, by the name that builds have for them and for the generic kernel.
+NAMES = MappingProxyType({"decode_mla": "decode", "decode_gqa": "decode", LATENTS: SELECTED_DECODE})
 
 Prepared = tuple[Launch, dict[str, Tensor | None]]
 
@@ -201,7 +203,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists), "lengths": None,
         "selected": numbers(*rows, lists, 64 // lists, dtype=torch.int32, given=build.block),
-        "block_ids": None,
+        **dict.fromkeys(("block_ids", "k_rope", "table", "split")),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(query_heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(query_heads, given=build.sinks),
@@ -228,7 +230,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
         names = {*launch.tensors, *(block.tensor for block in launch.blocks.values()), *launch.captured}
         kernel = launch.kernel.__name__
-        made["decode" if kernel.startswith("decode") else kernel] = (
+        made[NAMES.get(kernel, kernel)] = (
             launch,
             {name: tensors.get(name) for name in names},
         )

@@ -63,6 +63,25 @@ def test_every_kernel_is_built_for_every_chip():
     assert built == {(kernel, arch) for kernel in KERNELS for arch in (80, 86, 90, 100, 120)}
 
 
+def test_tokens_of_latents_are_for_hoppers_own_kernel():
+    """Of lists for all heads in 16 bits; few queries divide a list into pairs of tiles of 64 tokens."""
+    latents = CachedBuild("selected_decode", 90, WIDE_MLA, block=1, sequences=64)
+    for changes, splits in (({}, 1), ({"sequences": 1}, 16), ({"sequences": 8, "packed": True}, 8)):
+        for page in (64, 16, 0):
+            launch, named = prepared(latents._replace(page=page, softcap=True, sinks=True, **changes))
+            assert launch.kernel.__name__ == "selected_latents"
+            assert (launch.arguments["splits"], launch.arguments["SPLIT"]) == (splits, splits > 1)
+            assert launch.arguments["PAGE"] == page
+            assert named["k"].shape[-1] + named["k_rope"].shape[-1] == 576
+    generic = (
+        {"layer": MLA}, {"layer": WIDE_MLA._replace(heads=96)}, {"store": "int8"}, {"dtype": "fp32"},
+        {"slopes": True}, {"function": "documents"}, {"function": "relative"}, {"aligned": False},
+        {"block": 2}, {"arch": 100},
+    )  # fmt: skip
+    for changes in generic:
+        assert prepared(latents._replace(**changes))[0].kernel.__name__ == "selected_decode"
+
+
 def test_few_are_built_in_ci_and_none_twice():
     few = distinct(cached_entries())
     assert len(few) < 90

@@ -92,7 +92,11 @@ ROOMS = {
         *(f"{HOPPER}/{family}" for family in ("selected_latents", "forward", "backward")),
         *VALUES,
     },
-    "backends/_triton/decode": {*UNDER_PLANS, f"{HOPPER}/mla_decode", f"{HOPPER}/gqa_decode", *VALUES},
+    "backends/_triton/decode": {
+        *UNDER_PLANS,
+        *(f"{HOPPER}/{family}" for family in ("selected_latents", "mla_decode", "gqa_decode")),
+        *VALUES,
+    },
     "backends/_triton/functions": {
         "backends/_triton/launching",
         "backends/_triton/kernels",

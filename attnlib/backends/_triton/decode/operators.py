@@ -220,7 +220,7 @@ def decode_plan(key: Key) -> DecodePlan:
 
     x = DecodeShapes(key)
     if x.a.selected is not None:
-        return DecodePlan(variant="plain", **selected.plan(x)._asdict())
+        return DecodePlan(**selected.plan(x)._asdict())
     tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
     early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}

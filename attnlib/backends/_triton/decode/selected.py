@@ -1,5 +1,6 @@
 """Plan the launches of a call over a cache whose mask selects keys by lists."""
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ class SelectedPlan(NamedTuple):
 
     Attributes:
         listing: the launch that writes the visible blocks of each list to the buffer ``lists``.
+        variant: the name of the kernels: "plain" or "Hopper".
         decode: the launch that writes the output and LSE, or partial results if lists are split.
         combine: the launch that merges the partial results; None if lists are not split.
         lists: the size of the buffer ``lists``, in int32 values.
@@ -22,6 +24,7 @@ class SelectedPlan(NamedTuple):
     """
 
     listing: Launch
+    variant: str
     decode: Launch
     combine: Launch | None
     lists: int
@@ -30,7 +33,7 @@ class SelectedPlan(NamedTuple):
 
 def plan(x: DecodeShapes) -> SelectedPlan:
     """Return the launches of a call."""
-    from ..kernels.selected.decode import merge_splits, selected_decode
+    from ..kernels.selected.decode import merge_splits
     from ..kernels.selected.lists import list_blocks
 
     *tokens, planes, slots = x.a.selected.shape
@@ -38,12 +41,15 @@ def plan(x: DecodeShapes) -> SelectedPlan:
     queries, lines = x.s + x.b + 1 if x.packed else x.b * x.s, prod(tokens) * x.h
     units = x.h // rows * -(-rows // tiles.block_m)
     keys = min(slots * x.a.block_size, x.max_tokens)
-    splits = tables.list_splits(tiles, keys, prod(tokens) * units, x.processors)
+    own = x.hopper is not None
+    shared = tiles._replace(block_n=2 * tiles.block_n) if own else tiles  # Hopper's tiles come in pairs
+    splits = tables.list_splits(shared, keys, prod(tokens) * units, x.processors)
     places = places_of(prod(tokens) * planes, slots, -(-x.max_tokens // x.a.block_size))
     arguments |= places.arguments | dict.fromkeys(("owners", "of_owner", "blocks"))  # for gradients only
     arguments |= {
         "heads": x.h, "rows": rows, "planes": planes, "slots": slots, "t": arguments["limit"],
-        "BLOCK_SIZE": x.a.block_size, "splits": splits, "lines": lines,
+        "BLOCK_SIZE": x.a.block_size, "splits": splits, "lines": lines, "SPLIT": splits > 1,
+        "NATURAL": own, "stride_kb": arguments["stride_kp"],
     }  # fmt: skip
     early, combine = arguments["EARLY"], None
     if splits > 1:
@@ -52,6 +58,17 @@ def plan(x: DecodeShapes) -> SelectedPlan:
         programs = -(-lines // together) * (arguments["E_MAIN"] // channels)
         combine = Launch(merge_splits, programs, arguments, LaunchConfig(0, 0, 1, 4), early=early)
     floats = splits * lines * (arguments["E_MAIN"] + 1) if splits > 1 else 0
-    decode = Launch(selected_decode, queries * units * splits, arguments, tiles, early=early)
+    decode = Launch(_kernel(x), queries * units * splits, arguments, tiles, early=early)
     listing = Launch(list_blocks, queries * planes, arguments, LaunchConfig(power_of_two(slots), 0, 1, 4))
-    return SelectedPlan(listing, decode, combine, places.numbers, floats)
+    return SelectedPlan(listing, "Hopper" if own else "plain", decode, combine, places.numbers, floats)
+
+
+def _kernel(x: DecodeShapes) -> Callable:
+    """Return the kernel that attends to the listed keys of a call."""
+    if x.hopper is None:
+        from ..kernels.selected.decode import selected_decode
+
+        return selected_decode
+    from ..kernels.hopper.selected_latents.kernel import selected_latents
+
+    return selected_latents

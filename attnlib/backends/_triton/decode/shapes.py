@@ -8,7 +8,7 @@ from ..functions.programs import bounds, functions
 from ..launching import layouts
 from ..launching.config import LaunchConfig
 from ..launching.launch import has_gluon
-from ..launching.layouts import Key, contiguous, scoring, strides
+from ..launching.layouts import Key, contiguous, has_slopes, scoring, strides
 from . import tables as decode_tables
 
 
@@ -39,7 +39,7 @@ class DecodeShapes:
         self.hopper = self._dedicated(key)
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
-        if a.selected is not None:
+        if a.selected is not None and self.hopper is None:
             self.tiles = decode_tables.selected(self.case, block_size=a.block_size)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
@@ -65,7 +65,10 @@ class DecodeShapes:
     def _dedicated(self, key: Key) -> LaunchConfig | None:
         """Return the tiles of the dedicated Hopper kernel that takes the call, or None."""
         a = self.a
-        takes = key.hopper and a.selected is None
+        if a.selected is not None:
+            takes = key.hopper and has_gluon() and self._selects_latents()
+            return decode_tables.selected_latents(self.case) if takes else None
+        takes = key.hopper
         takes = takes and (a.mask_program is a.score_program is None or a.v is None)
         takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
         # A TMA descriptor must load at least 16 bytes of scales at once: 4 tokens of a latent. For keys and
@@ -77,6 +80,13 @@ class DecodeShapes:
             fits = 0 in (found.block_m % self.group, self.group % found.block_m)
             return found if fits and "h" not in Program(a.mask_program).read else None
         return found
+
+    def _selects_latents(self) -> bool:
+        """True if one list of tokens serves all heads, and no option needs the generic kernel."""
+        a = self.a
+        near = a.q.strides[-2] < decode_tables.FARTHEST and a.q.dtype == a.k.dtype
+        plain = a.mask_program is a.score_program is a.origin is None and not has_slopes(a)
+        return near and plain and a.selected.shape[-2] == a.block_size == 1
 
     def _count(self, processors: int) -> None:
         """Count the programs of the grid, and the rows of the buffer for partial results."""

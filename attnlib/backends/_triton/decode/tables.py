@@ -103,6 +103,9 @@ LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # A prototype with 64 x 32 took 181 us for 64 sequences with 2,048 of 8k tokens and 128 heads (H100, 2026-11).
 SELECTED_ROWS_64 = LaunchConfig(64, 32, 3, 8, resident=1)
 SELECTED_INT8_FP8 = LaunchConfig(16, 32, 4, 4)
+# The dedicated Hopper kernel for selected tokens of latents gathers them row by row, without TMA.
+HOPPER_SELECTED = LaunchConfig(64, 64, 2, 4, resident=1)
+FARTHEST = 2**24  # largest stride of query heads in elements: int32 offsets must reach across 64 heads
 LEAST_SELECTED = 64  # keys of a split of a list (not timed)
 # The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 uses 16 query rows as the columns of
 # a matrix product, ROWS_64 uses 64 as its rows. Microseconds, 32 query heads, 64 sequences of 8k tokens:
@@ -240,6 +243,19 @@ def selected(case: DecodeCase, *, block_size: int) -> LaunchConfig:
     elif wide and case.itemsize == 1 and (case.rows <= 16 or case.arch not in (90, 100)):
         config = _with_less(SELECTED_INT8_FP8, case)  # 64 x 16 would spill 5 KB (sm_80, triton 3.6)
     return in_blocks(config._replace(tma=False), block_size)
+
+
+def selected_latents(case: DecodeCase) -> LaunchConfig | None:
+    """Return the tiles of the Hopper kernel for selected tokens of latents; None if the generic one runs.
+
+    >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 16, 90, True)
+    >>> found = (selected_latents(case._replace(rows=rows)) for rows in (64, 96, 128))
+    >>> [None if config is None else config.block_m for config in found]
+    [64, None, 64]
+    """
+    fits = case.arch == 90 and case.aligned and case.latent and case.rows % HOPPER_SELECTED.block_m == 0
+    channels = case.head_dim, case.tail, case.value_dim, case.itemsize
+    return HOPPER_SELECTED if fits and channels == (512, 64, 512, 2) else None
 
 
 def list_splits(config: LaunchConfig, keys: int, programs: int, processors: int) -> int:

@@ -59,7 +59,9 @@ def forward_of_latents(
 
     found, tiles = lists(x, indices, block_size), hopper_tables.LATENTS
     programs = queries(x) * (x.h // tiles.block_m)
-    return (found.launch, x.launch(selected_latents, programs, tiles, found.arguments)), found.numbers
+    of_cache = "stride_tt", "stride_table", "pages", "splits", "lines", "PAGE", "SPLIT"
+    more = found.arguments | dict.fromkeys(of_cache)
+    return (found.launch, x.launch(selected_latents, programs, tiles, more)), found.numbers
 
 
 class Lists(NamedTuple):

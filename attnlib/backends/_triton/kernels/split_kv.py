@@ -35,11 +35,13 @@ def join(acc, l_i, m_i, x, lse2):
 
 @triton.jit
 def joined(
-    split_ptr, lse_ptr, rows, step, splits, valid, columns, E_MAIN: tl.constexpr, AT_ONCE: tl.constexpr
-):
+    split_ptr, lse_ptr, rows, step, splits, valid, columns, E_MAIN: tl.constexpr, AT_ONCE: tl.constexpr,
+    NATURAL: tl.constexpr = False,
+):  # fmt: skip
     """Merge the ``splits`` partial results of each row, ``AT_ONCE`` at a time; return acc, sum and maximum.
 
     The first result of a row is line ``rows`` of ``split_ptr``, and the others follow ``step`` lines apart.
+    LSEs are in log2 units, unless they are ``NATURAL`` logarithms.
     """
     l_i, m_i = tl.zeros(rows.shape, tl.float32), tl.full(rows.shape, float("-inf"), tl.float32)
     acc = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
@@ -53,6 +55,8 @@ def joined(
             other=0.0,
         )
         lse2 = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
+        if NATURAL:
+            lse2 *= LOG2E
         m_new = tl.maximum(m_i, tl.max(lse2, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)

@@ -157,11 +157,11 @@ def selected_decode(
 def merge_splits(
     split_ptr, out_ptr, lse_ptr, lines, splits, heads, s,
     E: tl.constexpr, E_MAIN: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    TOGETHER: tl.constexpr, EARLY: tl.constexpr,
+    TOGETHER: tl.constexpr, EARLY: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of ``splits``; a program merges ``TOGETHER`` rows and ``WIDTH`` channels.
 
-    The ``lines`` rows are the query heads of all tokens.
+    The ``lines`` rows are the query heads of all tokens. LSEs of splits are in log2 units, or ``NATURAL``.
     """
     if EARLY:
         gdc_wait()
@@ -171,7 +171,7 @@ def merge_splits(
     r, c = tl.program_id(0) // TILES * TOGETHER + tl.arange(0, TOGETHER), tile * WIDTH + tl.arange(0, WIDTH)
     valid, row, lines = r < lines, r.to(tl.int64), lines.to(tl.int64)
     of_lse = split_ptr + lines * splits * E_MAIN
-    acc, l_i, m_i = joined(split_ptr, of_lse, row, lines, splits, valid, c, E_MAIN, AT_ONCE)
+    acc, l_i, m_i = joined(split_ptr, of_lse, row, lines, splits, valid, c, E_MAIN, AT_ONCE, NATURAL)
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     acc = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * E + c[None, :], acc, mask=valid[:, None] & (c < E)[None, :])

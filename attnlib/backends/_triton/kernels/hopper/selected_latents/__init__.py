@@ -1,4 +1,4 @@
-"""Attention to selected tokens of latents on Hopper (DeepSeek Sparse Attention), without a cache.
+"""Attention to selected tokens of latents on Hopper (DeepSeek Sparse Attention), of tensors or a cache.
 
 ``kernel.py`` is the entry point. To the consumers of MLA decoding, the list of a query is a short sequence,
 whose rows ``producer.py`` gathers.
