@@ -154,8 +154,11 @@ def _common(arch: int) -> Iterator[CachedBuild]:
         yield decode(layer, page=16)
         yield decode(layer, store="int8", page=16)
     yield decode(MLA, tokens=4, page=16)
-    for layer, function, tokens in product((GQA128, MLA, WIDE_MLA), FUNCTIONS, (1, 64)):
+    yield decode(WIDE_MLA, page=16, function="relative")
+    for layer, function, tokens in product((GQA128, MLA), FUNCTIONS, (1, 64)):
         yield decode(layer, function=function, tokens=tokens)
+    for function in FUNCTIONS:
+        yield decode(WIDE_MLA, function=function)
     yield decode(GQA256, function="relative", tokens=64)
     for layer in (GQA128, MLA):
         for sequences in (16, 1):

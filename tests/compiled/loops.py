@@ -172,7 +172,6 @@ SPILLING = MappingProxyType(
             "backward_keys d128 bf16 causal Hopper capped": 32,
             "decode 16 x d512+64 bf16 causal documents 64 tokens": 6,
             "decode 128 x d512+64 bf16 causal documents": 5,
-            "decode 128 x d512+64 bf16 causal documents 64 tokens": 6,
         },
         # Relative scores at d256 take 7.6 % longer than under 3.6, and with 32 keys, which leave nothing on
         # the stack, 25 %. Decoding keeps a word of an address in a trip of 44 products, of bytes four in one
@@ -203,9 +202,7 @@ SPILLING = MappingProxyType(
             "decode 16 x d512+64 bf16 causal documents 64 tokens": 1,
             "decode 16 x d512+64 bf16 causal relative 64 tokens": 1,
             "decode 128 x d512+64 bf16 causal documents": 1,
-            "decode 128 x d512+64 bf16 causal documents 64 tokens": 1,
             "decode 128 x d512+64 bf16 causal relative": 3,
-            "decode 128 x d512+64 bf16 causal relative 64 tokens": 1,
             "decode 128 x d512+64 bf16 in int8 causal": 4,
             "decode 128 x d512+64 bf16 in fp8 causal": 4,
             "backward_keys d64 bf16 causal Hopper capped": 134,
