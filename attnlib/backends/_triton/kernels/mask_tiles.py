@@ -84,7 +84,7 @@ def classify_tiles(
     otherwise the number of heads. Pairs past the last query or key are ignored. For a cache, ``lengths``
     holds the number of keys of each sequence, at most ``t``. ``chunks`` programs share a row of tiles.
     """
-    pid = tl.program_id(0) // chunks
+    pid, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, BLOCK_M, False)
     keys, rows = work.others, work.rows
     if lengths_ptr is not None:
@@ -99,7 +99,7 @@ def classify_tiles(
     row = (work.plane * planes + work.head) * lines_of(s, batch, BLOCK_M, PACKED)
     row += slot_of(work.row, work.sequence, work.start, BLOCK_M, PACKED)
     i = (i0 + tl.arange(0, BLOCK_M))[:, None]
-    for first in range(tl.program_id(0) % chunks * EACH, tl.cdiv(keys, GRAIN), chunks * EACH):
+    for first in range(chunk * EACH, tl.cdiv(keys, GRAIN), chunks * EACH):
         j = (first * GRAIN + tl.arange(0, EACH * GRAIN))[None, :]
         m, state = first + tl.arange(0, EACH), tl.full([EACH], HIDDEN, tl.int32)
         if (first * GRAIN < high) & ((first + EACH) * GRAIN > low):
