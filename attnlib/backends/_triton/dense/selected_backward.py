@@ -99,7 +99,7 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     queries = selected.launch_by_queries(x, selected_backward_queries, tiles, more)
 
     width = (x.case.head_dim + x.case.value_dim) * of_call["shared"] * block_size  # of the sums of an entry
-    most, count = max(1, tables.PARTS // (4 * width)), selected.queries(x)
+    most, count = max(1, tables.PARTS // (4 * width)), selected.tiles_of_queries(x)
     by_list = tables.sums_by_list(rows=rows, block_size=block_size)
     if by_list:
         item, chunk = 1, min(count, max(1, most // max(1, entries)))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..band import KeyBand, bounds, origin_of, visible
+from ..band import KeyBand, bounds, key_range, origin_of, visible
 from ..scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_softmax, placed, unit_behind
 from ..tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
 
@@ -24,7 +24,7 @@ def blocks_at(entries_ptr, at, total, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit(do_not_specialize=COUNTS)
 def selected_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    lists_ptr,  # as list_blocks writes them
+    lists_ptr,  # as list_blocks writes them, or list_unions if QUERIES > 1
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -32,25 +32,28 @@ def selected_forward(
     batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    QUERIES: tl.constexpr, OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """Write the output of attention ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``.
 
     ``rows`` adjacent query heads share a list and a KV head. The values are the first channels of the keys
-    unless ``OWN_VALUES``. One program computes ``BLOCK_M`` of them for one
-    query, over ``BLOCK_N`` selected keys at a time, which lie in one block if ``BLOCK_N`` divides its size.
+    unless ``OWN_VALUES``. One program computes ``BLOCK_M // QUERIES`` of the heads for ``QUERIES``
+    neighbouring queries, over ``BLOCK_N`` keys at a time that some of the queries select. These keys lie in
+    one block if ``BLOCK_N`` divides its size, which it does if ``QUERIES > 1``.
     """
     # Programs of a KV head run together, because the L2 cache may hold its keys but not those of all heads.
-    parts = tl.cdiv(rows, BLOCK_M)
+    HEADS: tl.constexpr = BLOCK_M // QUERIES
+    parts = tl.cdiv(rows, HEADS)
     units = tl.maximum(group // rows, 1) * parts  # programs for a query and a KV head
-    queries = tl.num_programs(0) // (heads // group * units)
+    tiles = tl.num_programs(0) // (heads // group * units)
     pid, unit = tl.program_id(0) // units, tl.program_id(0) % units
-    work = locate(pid % queries, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    work = locate(pid % tiles, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, QUERIES, False)
     if work.start >= work.rows:
         return
-    first, part = pid // queries * group + unit // parts * rows, unit % parts * BLOCK_M
-    m = part + tl.arange(0, BLOCK_M)
-    valid, head = m < rows, first + m
+    first, part = pid // tiles * group + unit // parts * rows, unit % parts * HEADS
+    query, m = tl.arange(0, BLOCK_M) // HEADS, part + tl.arange(0, BLOCK_M) % HEADS
+    valid, head = (m < rows) & (query < work.rows - work.start), first + m
     sequence, keys, token = work.sequence, work.others, work.row + work.start
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
@@ -68,7 +71,8 @@ def selected_forward(
     of_q, of_k = TilePlace(work.plane, token, 0), TilePlace(work.plane, work.other, first // group)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg)
-    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, head, stride_qh, valid, d)
+    q_at = query * stride_qs + head.to(tl.int64) * stride_qh
+    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, q_at, 1, valid, d)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # a sink acts like a key whose value is 0
         known = valid & (sequence + head * 0 < batch)
@@ -76,18 +80,28 @@ def selected_forward(
         l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
 
-    i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
-    list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
+    i, of_list = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start), work.plane * s + token
+    if QUERIES > 1:
+        last = keys - tl.maximum(work.rows - work.start - QUERIES, 0)
+        span = key_range(keys - work.rows + work.start, last, band)
+        i, of_list = i + query[:, None], (pid % tiles).to(tl.int64)
+    list_ptr = lists_ptr + (of_list * planes + first * planes // heads) * (QUERIES * slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
     following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
     for at in tl.range(0, total, BLOCK_N, num_stages=STAGES):
         # Blocks are read one tile ahead, so that the loads of keys do not wait for them.
         n, block = at + tl.arange(0, BLOCK_N), following
         following = blocks_at(list_ptr + 1, at + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
+        bits = block
+        if QUERIES > 1:
+            block = block >> QUERIES
         j = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
-        # All rows are of one query, so keys that it does not see need not be loaded.
-        seen = visible(i, j[None, :], band) & (n < total)[None, :]
-        there = tl.max(seen.to(tl.int32), 0) > 0
+        seen = visible(i, j[None, :], band)
+        if QUERIES > 1:
+            seen, there = seen & (((bits >> query) & 1) > 0)[:, None], (j >= span[0]) & (j < span[1])
+        else:  # all rows are of one query, so keys that it does not see need not be loaded
+            seen = seen & (n < total)[None, :]
+            there = tl.max(seen.to(tl.int32), 0) > 0
         k = gathered_tile(k_rows, of_k, j, stride_kt, there, d)
         place = placed(origin, sequence, head[:, None], i, j[None, :], keys - work.rows)
         if MASK is not None:
@@ -106,8 +120,9 @@ def selected_forward(
     nothing = l_i == 0.0
     l_i = tl.where(nothing, 1.0, l_i)
     lse = tl.where(nothing, float("-inf"), m_i * (factor * LN2) + tl.log2(l_i) * LN2)
-    tl.store(lse_ptr + (work.plane * stride_lb + token) + head * stride_lh, lse, mask=valid)
+    tl.store(lse_ptr + (work.plane * stride_lb + token) + head * stride_lh + query, lse, mask=valid)
     columns = tl.arange(0, E_MAIN)
-    out_at = out_ptr + (work.plane * stride_ob + token * stride_os) + head[:, None] * stride_oh
+    out_at = out_ptr + (work.plane * stride_ob + token * stride_os)
+    out_at += query[:, None] * stride_os + head[:, None] * stride_oh
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at + columns[None, :], out, mask=valid[:, None] & (columns < E)[None, :])
