@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..band import KeyBand, bounds, key_range, origin_of, visible
 from ..scores import LN2, LOG2E, Modifiers, changed, load_slope, modify, online_softmax, placed, unit_behind
-from ..tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, locate, products
+from ..tile import COUNTS, Channels, Rows, TilePlace, gathered_tile, load_tile, locate, products
 
 
 @triton.jit
@@ -19,6 +19,21 @@ def blocks_at(entries_ptr, at, total, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
     else:
         n = at + tl.arange(0, BLOCK_N)
         return tl.load(entries_ptr + n // BLOCK_SIZE, mask=n < total, other=0)
+
+
+@triton.jit
+def selected_tile(x, place, first, j, valid, channels, ADJACENT: tl.constexpr):
+    """Load the valid ones of keys ``j``, which follow key ``first`` if they are ``ADJACENT``."""
+    if ADJACENT:
+        return load_tile(x, place, first, valid, channels, True)
+    else:
+        return gathered_tile(x, place, j, x.stride_t, valid, channels)
+
+
+@triton.jit
+def inside(j, low, high, LOW: tl.constexpr):
+    """True if key ``j`` is in ``[low, high)``; without ``LOW``, ``low`` is 0, and so is the least ``j``."""
+    return (j >= low) & (j < high) if LOW else j < high
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -83,8 +98,10 @@ def selected_forward(
     i, of_list = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start), work.plane * s + token
     if QUERIES > 1:
         last = keys - tl.maximum(work.rows - work.start - QUERIES, 0)
-        span = key_range(keys - work.rows + work.start, last, band)
+        of_tile = key_range(keys - work.rows + work.start, last, band)
         i, of_list = i + query[:, None], (pid % tiles).to(tl.int64)
+        of_row = key_range(i, i + 1, band)  # all that `visible` shows to a query, in fewer instructions
+    LOW: tl.constexpr = not (left is None and key_starts_ptr is None and origin_ptr is None)
     list_ptr = lists_ptr + (of_list * planes + first * planes // heads) * (QUERIES * slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
     following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
@@ -92,17 +109,16 @@ def selected_forward(
         # Blocks are read one tile ahead, so that the loads of keys do not wait for them.
         n, block = at + tl.arange(0, BLOCK_N), following
         following = blocks_at(list_ptr + 1, at + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
-        bits = block
+        first_key = (block >> QUERIES) * BLOCK_SIZE + at % BLOCK_SIZE - origin.key
         if QUERIES > 1:
-            block = block >> QUERIES
-        j = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
-        seen = visible(i, j[None, :], band)
-        if QUERIES > 1:
-            seen, there = seen & (((bits >> query) & 1) > 0)[:, None], (j >= span[0]) & (j < span[1])
+            j, is_chosen = first_key + tl.arange(0, BLOCK_N), ((block >> query) & 1) > 0
+            seen = inside(j[None, :], of_row[0], tl.where(is_chosen[:, None], of_row[1], 0), LOW)
+            there = inside(j, of_tile[0], of_tile[1], LOW)
         else:  # all rows are of one query, so keys that it does not see need not be loaded
-            seen = seen & (n < total)[None, :]
+            j = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
+            seen = visible(i, j[None, :], band) & (n < total)[None, :]
             there = tl.max(seen.to(tl.int32), 0) > 0
-        k = gathered_tile(k_rows, of_k, j, stride_kt, there, d)
+        k = selected_tile(k_rows, of_k, first_key, j, there, d, QUERIES > 1)
         place = placed(origin, sequence, head[:, None], i, j[None, :], keys - work.rows)
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -112,7 +128,7 @@ def selected_forward(
         m_i, p, correction = online_softmax(m_i, p, factor)
         l_i = l_i * correction + tl.sum(p, 1)
         if OWN_VALUES or D_MAIN != E_MAIN:
-            v = gathered_tile(v_rows, of_k, j, stride_vt, there, e).main
+            v = selected_tile(v_rows, of_k, first_key, j, there, e, QUERIES > 1).main
         else:
             v = k.main
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
