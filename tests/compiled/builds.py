@@ -17,7 +17,7 @@ MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
-SELECTED = ("list_blocks", "selected_forward")
+SELECTED = ("list_blocks", "list_unions", "selected_forward")
 LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
 SELECTED_BACKWARD = ("selected_backward_queries", "selected_backward_keys", "selected_backward_sums")
 FUNCTIONS = ("documents", "relative")
@@ -138,12 +138,13 @@ def selected_entries() -> Iterator[Build]:
         yield Build("selected_forward", 90, head, block=1)
         yield Build("selected_forward", 90, head, dtype="fp32", block=64)
         yield Build("selected_forward", 86, head, block=64)
-    for kernel in SELECTED:
-        for block in (1, 32, 128):
+    for kernel, blocks in zip(SELECTED, ((1, 48), (32, 128), (1, 32, 48, 128)), strict=True):
+        for block in blocks:
             yield Build(kernel, 90, (128, 128), block=block)
-        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=64)
+        block = 16 if kernel == "list_blocks" else 64
+        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=block)
         for arch in OTHERS:
-            yield Build(kernel, arch, (128, 128), block=64)
+            yield Build(kernel, arch, (128, 128), block=block)
     yield Build("selected_forward", 90, (128, 128), softcap=True, slopes=True, sinks=True, block=64)
     yield Build("selected_forward", 90, (128, 128), function="documents", block=64)
     yield from selected_backward_entries()

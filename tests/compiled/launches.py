@@ -52,6 +52,7 @@ MASKS = MappingProxyType(
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
 LATENT_HEADS = 128, 1  # query and KV heads where lists select tokens
+BLOCK_HEADS = 32, 2  # where they select blocks, whose tiles have 4 queries of 16 heads
 TREE = "0 1 None True 1023"  # ends and positions, of a tree with a window
 CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
@@ -99,7 +100,7 @@ def _dense(build: Build) -> Prepared:
     if build.kernel == LATENTS:
         return variants.forward(key).launches[-1], named
     if build.kernel in SELECTED:
-        return variants.forward(key).launches[SELECTED.index(build.kernel)], named
+        return variants.forward(key).launches[build.kernel == SELECTED[-1]], named
     if build.kernel in QUANTIZE:
         return getattr(quantize.plan(key), build.kernel.removeprefix("quantize_")), named | _rounded(named)
     if build.kernel == "bound_tiles":
@@ -179,7 +180,9 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
     """All that kernels of the backend read and write, by name; None for what the call does not have."""
     dtype, packed = DTYPES[build.dtype], build.rows == "packed"
     d, e = build.head
-    query_heads, kv_heads = LATENT_HEADS if build.block == 1 else (QUERY_HEADS, KV_HEADS)
+    query_heads, kv_heads = QUERY_HEADS, KV_HEADS
+    if build.block:
+        query_heads, kv_heads = LATENT_HEADS if build.block == 1 else BLOCK_HEADS
 
     def dense(heads: int, width: int, apart: int = 0) -> Tensor:
         shape = (BATCH * build.tokens,) if packed else (BATCH, build.tokens)

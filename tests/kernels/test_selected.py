@@ -1,7 +1,10 @@
 """The kernels for selected keys, against the torch backend in fp64: every form of lists, band and option."""
 
+import itertools
+
 import pytest
 import torch
+from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED, moved
 from selected_cases import BANDS, FORMS, lists, made
 
@@ -15,8 +18,14 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.kernels.selected.lists import list_unions
+from attnlib.backends._triton.launching.config import power_of_two
+from attnlib.backends._triton.launching.launch import plan_cache
+from attnlib.call.call import Call, Origin
+from attnlib.dispatch.run import attend
 from attnlib.masks import selected
 
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 
 
@@ -26,6 +35,8 @@ def assert_right(run, tensors, indices, size, band, **options) -> None:
     exact = run(*wide, mask=band & selected(indices, size), backend="torch", **options)
     naive = run(*tensors, mask=band & selected(indices, size), backend="torch", **options)
     here, mask = (x.to(DEVICE) for x in tensors), band & selected(indices.to(DEVICE), size)
+    if score := options.get("score"):
+        options |= {"score": score.reading([x.to(DEVICE) for x in score.tensors])}
     found = run(*here, mask=mask, backend="triton", **moved(options))
     for ours, theirs, right in zip(found, naive, exact, strict=True):
         ours = ours.cpu()
@@ -60,20 +71,11 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_any_option(name):
-    *tensors, indices, size = made(FORMS[0], torch.float32)
-    options = OPTIONS[name]
-    if name == "score":
-        score = options["score"]
-        wanted = attention_with_lse(*tensors, mask=CAUSAL & selected(indices, size), **options)
-        here = score.reading([x.to(DEVICE) for x in score.tensors])
-        mask = CAUSAL & selected(indices.to(DEVICE), size)
-        found = attention_with_lse(*(x.to(DEVICE) for x in tensors), mask=mask, score=here, backend="triton")
-        for x, y in zip(found, wanted, strict=True):
-            torch.testing.assert_close(x.cpu(), y)
-    else:
-        assert_right(attention_with_lse, tensors, indices, size, CAUSAL, **options)
+def test_any_option(name, dtype):
+    *tensors, indices, size = made(FORMS[0], dtype)
+    assert_right(attention_with_lse, tensors, indices, size, CAUSAL, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("widths", [(40, 24), (80, 64), (160, 16), (16, 48)])
@@ -90,21 +92,24 @@ def test_latents():
     assert_right(attention_with_lse, tensors, indices, 1, CAUSAL)
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=str)
-def test_packed_sequences(form):
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(FORMS[0], torch.float32), (FORMS[0], HALF), (FORMS[4], torch.float32)], ids=str
+)
+def test_packed_sequences(form, dtype):
     """With queries and keys of nobody after the last one, of which keys may be NaN."""
     h, g, c, n, size = form
     queries, keys = (5, 0, 3, 1), (40, 7, 3, 130)
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (queries, keys))
-    q, k, v = torch.randn(11, h, 16), torch.randn(183, g, 16), torch.randn(183, g, 16)
+    q, k, v = (torch.randn(x, heads, 16).to(dtype) for x, heads in ((11, h), (183, g), (183, g)))
     k[180:], v[180:] = torch.nan, torch.nan
     indices, offsets = lists(1, 11, c, n, 140 // size)[0], {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     assert_right(varlen_attention_with_lse, (q, k, v), indices, size, CAUSAL, **offsets)
 
 
-def test_keys_that_a_query_does_not_see_are_not_read():
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_keys_that_a_query_does_not_see_are_not_read(dtype):
     """NaN keys before its window and after it, in a block that it selects, and all of other blocks."""
-    q, k, v = (torch.randn(1, x, 2, 16, device=DEVICE) for x in (1, 100, 100))
+    q, k, v = (torch.randn(1, x, 2, 16, dtype=dtype, device=DEVICE) for x in (1, 100, 100))
     indices = torch.tensor([[[[2, 0, 2, -1]]]], dtype=torch.int32, device=DEVICE)
     mask = Mask(left=30, right=-5) & selected(indices, 32)  # keys 69 to 94
     expected = attention(q, k, v, mask=mask, backend="triton")
@@ -140,6 +145,110 @@ def test_what_kernels_lack_runs_elsewhere():
         )
         assert found.chosen == "torch"
     assert explain(attention, q, q, q, mask=selected(indices)).chosen == "triton"
+
+
+# Tiles of 4, 4, 4 and 2 neighbouring queries: of 4 heads, of 16, of one with several lists for each KV head,
+# and of 20 heads whose block has 3 tiles.
+UNIONS = [(8, 2, 2, 5, 32), (32, 2, 1, 3, 64), (6, 2, 6, 4, 32), (20, 1, 1, 3, 96)]
+
+
+def neighbouring(kind: str, s: int, c: int, n: int, blocks: int) -> torch.Tensor:
+    """Lists of two sequences whose neighbours choose alike, at random or no block twice, with empty rows."""
+    indices = lists(2, s, c, n, blocks)
+    if kind == "alike":
+        return torch.where(torch.rand(indices.shape) < 0.8, indices[:, :1], indices)
+    if kind == "disjoint":
+        return torch.where(indices < 0, -1, torch.arange(s * n).view(s, 1, n) % (blocks + 1)).int()
+    return indices
+
+
+@pytest.mark.parametrize("kind", ["alike", "random", "disjoint"])
+@pytest.mark.parametrize("form", UNIONS, ids=str)
+def test_tiles_of_neighbouring_queries(form, kind):
+    for s, t in ((6, 200), (1, 70)):
+        *tensors, _, size = made(form, HALF, s=s, t=t)
+        indices = neighbouring(kind, s, *form[2:4], -(-t // size))
+        assert_right(attention_with_lse, tensors, indices, size, CAUSAL)
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_any_band_of_neighbouring_queries(band):
+    *tensors, indices, size = made(UNIONS[0], HALF, s=9, t=110)
+    assert_right(attention_with_lse, tensors, indices, size, BANDS[band])
+
+
+def test_lists_of_neighbours_change_no_bit():
+    """Neither do repeats, gaps and the order of entries, and tiles of one query agree."""
+    *tensors, indices, size = made(UNIONS[0], HALF, s=8)
+    tensors = [x.to(DEVICE) for x in tensors]
+
+    def found(indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mask = CAUSAL & selected(indices.to(DEVICE), size)
+        return attention_with_lse(*tensors, mask=mask, backend="triton")
+
+    expected = found(indices)
+    wide = torch.stack((torch.full_like(indices, -1), indices.flip(-1), indices), -1).flatten(-2)
+    assert_same_bits(*zip(found(wide), expected, strict=True))
+    for query in range(8):
+        others = torch.randint_like(indices, -1, 6)
+        others[:, query] = indices[:, query]
+        out, lse = found(others)
+        assert_same_bits((out[:, query], expected[0][:, query]), (lse[..., query], expected[1][..., query]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "neighbours", lambda *a, **b: 1)
+        plan_cache.cache_clear()
+        for x, y in zip(found(indices), expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_chunk_of_keys_that_begins_within_a_block():
+    *tensors, indices, size = made(UNIONS[0], HALF, s=9)
+    q, k, v = (x.to(DEVICE) for x in tensors)
+    mask, first = CAUSAL & selected(indices.to(DEVICE), size), 45
+    starts = torch.full((2,), first, dtype=torch.int32, device=DEVICE)
+    whole = attention_with_lse(q, k, v, mask=mask, key_starts=starts, backend="triton")
+    origin = Origin(query=first, key=first)
+    chunk = attend(Call(q, mask, k=k[:, first:], v=v[:, first:], origin=origin, lse=True), "triton")
+    for x, y in zip(chunk, whole, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("queries", [2, 4])
+def test_unions_of_lists(queries):
+    """A list has each visible block once, in ascending order, with a bit for every query that has it."""
+    s, planes, slots, size, t = 7, 2, 5, 32, 200
+    indices = lists(2, s, planes, slots, 7)
+    tiles = -(-s // queries)
+    found = torch.full((2, tiles, planes, queries * slots + 1), -9, dtype=torch.int32, device=DEVICE)
+    list_unions[(2 * tiles * planes,)](
+        indices.to(DEVICE), found, None, None, None, None, None, 2, s, t, planes, slots, 99, 0, None,
+        BLOCK_SIZE=size, BLOCK_M=power_of_two(queries * slots), QUERIES=queries,
+    )  # fmt: skip
+    for b, tile, plane in itertools.product(range(2), range(tiles), range(planes)):
+        wanted = {}
+        for query in range(min(queries, s - tile * queries)):
+            last = t - s + tile * queries + query
+            for block in set(indices[b, tile * queries + query, plane].tolist()):
+                if (last - 99) // size <= block <= last // size:
+                    wanted[block] = wanted.get(block, 0) + 2**query
+        count, *blocks = found[b, tile, plane].tolist()
+        rest = [-9] * (queries * slots - len(wanted))
+        assert [count, *blocks] == [len(wanted), *((x << queries) + wanted[x] for x in sorted(wanted)), *rest]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_neighbouring_queries_share_tiles(arch):
+    """If a tile has rows for several, blocks are whole tiles, and a program can sort their lists."""
+    case = tables.DenseCase(128, 128, itemsize=2, causal=True, plain=True, arch=arch, aligned=True)
+
+    def shared(rows: int = 16, block_size: int = 64, slots: int = 16, case: tables.DenseCase = case) -> int:
+        return tables.neighbours(case, rows=rows, block_size=block_size, slots=slots)
+
+    assert [shared(rows=x) for x in (1, 16, 17, 32, 33, 128)] == [4, 4, 2, 2, 1, 1]
+    assert [shared(block_size=x) for x in (1, 16, 32, 96, 100, 128)] == [1, 1, 4, 4, 1, 4]
+    assert [shared(slots=x) for x in (0, 1, 256, 257, 512, 513)] == [1, 4, 4, 2, 2, 1]
+    assert shared(case=case._replace(itemsize=4)) == 1
+    assert tables.selected(case, rows=3, block_size=64, queries=4).block_m == 16
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -61,9 +61,11 @@ def test_16_bits(form):
 
 
 @pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("form", [FORMS[0], SHARED], ids=str)
-def test_any_band(form, band):
-    *tensors, indices, size = made(form, torch.float32, s=5, t=110 if form is FORMS[0] else 15)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(FORMS[0], torch.float32), (FORMS[0], HALF), (SHARED, torch.float32)], ids=str
+)
+def test_any_band(form, dtype, band):
+    *tensors, indices, size = made(form, dtype, s=5, t=110 if form is FORMS[0] else 15)
     assert_right(attention_with_lse, tensors, indices, size, BANDS[band])
 
 
@@ -78,9 +80,10 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_any_option(name):
-    *tensors, indices, size = made(FORMS[0], torch.float32)
+def test_any_option(name, dtype):
+    *tensors, indices, size = made(FORMS[0], dtype)
     assert_right(attention_with_lse, tensors, indices, size, CAUSAL, **OPTIONS[name])
 
 
@@ -124,13 +127,15 @@ def test_latents():
         torch.testing.assert_close(x.cpu(), y)
 
 
-@pytest.mark.parametrize("form", [FORMS[0], SHARED], ids=str)
-def test_packed_sequences(form):
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(FORMS[0], torch.float32), (FORMS[0], HALF), (SHARED, torch.float32)], ids=str
+)
+def test_packed_sequences(form, dtype):
     """With queries and keys of nobody after the last one, which may be NaN, and have zero gradients."""
     h, g, c, n, size = form
     queries, keys = (5, 0, 3, 1), (20, 7, 3, 33)
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (queries, keys))
-    q, k, v = torch.randn(11, h, 16), torch.randn(66, g, 16), torch.randn(66, g, 16)
+    q, k, v = (torch.randn(x, heads, 16).to(dtype) for x, heads in ((11, h), (66, g), (66, g)))
     indices, offsets = lists(1, 11, c, n, 1 + 33 // size)[0], {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     options = offsets | {"alibi_slopes": torch.linspace(0, 0.1, 4 * h).view(4, h)}
     assert_right(varlen_attention_with_lse, (q, k, v), indices, size, CAUSAL, **options)
@@ -192,6 +197,15 @@ def test_many_lists_with_the_same_block(parts, monkeypatch):
     monkeypatch.setattr(tables, "PARTS", parts)
     *tensors, indices, size = made(FORMS[5], torch.float32, s=9, t=40)
     assert_right(attention_with_lse, tensors, indices, size, CAUSAL)
+
+
+@pytest.mark.parametrize("query", range(5))
+def test_lists_of_neighbours_change_no_bit_of_dq(query):
+    *tensors, indices, size = made(FORMS[0], HALF, s=5)
+    others = torch.randint_like(indices, -1, 6)
+    others[:, query] = indices[:, query]
+    first, found = (on_triton(attention_with_lse, tensors, x, size, CAUSAL)["q"] for x in (indices, others))
+    assert_same_bits((found[:, query], first[:, query]))
 
 
 def test_a_mask_function_of_heads():

@@ -33,11 +33,11 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     """
     from ..kernels.selected.forward import selected_forward
 
-    found = lists(x, indices, block_size)
-    rows = found.arguments["rows"]
-    tiles = tables.selected(x.case, rows=rows, block_size=block_size, own_values=x.own_values)
-    launch = launch_by_queries(x, selected_forward, tiles, found.arguments)
-    return (found.launch, launch), found.numbers
+    rows, sizes = x.h // max(indices[-2], x.g), {"block_size": block_size}
+    queries = tables.neighbours(x.case, rows=rows, slots=indices[-1], **sizes)
+    tiles = tables.selected(x.case, rows=rows, queries=queries, own_values=x.own_values, **sizes)
+    found = lists(x, indices, block_size) if queries == 1 else unions(x, indices, block_size, queries)
+    return (found.launch, launch_by_queries(x, selected_forward, tiles, found.arguments)), found.numbers
 
 
 def takes_latents(x: DenseShapes, a: Arguments) -> bool:
@@ -58,7 +58,7 @@ def forward_of_latents(
     from ..kernels.hopper.selected_latents.kernel import selected_latents
 
     found, tiles = lists(x, indices, block_size), hopper_tables.LATENTS
-    programs = queries(x) * (x.h // tiles.block_m)
+    programs = tiles_of_queries(x) * (x.h // tiles.block_m)
     of_cache = "stride_tt", "stride_table", "pages", "splits", "lines", "PAGE", "SPLIT"
     more = found.arguments | dict.fromkeys(of_cache)
     return (found.launch, x.launch(selected_latents, programs, tiles, more)), found.numbers
@@ -82,22 +82,38 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
     more = {
         "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
         "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
-        "OWN_VALUES": x.own_values,
-        "owners": owners, "shared": x.g // owners,
+        "owners": owners, "shared": x.g // owners, "QUERIES": 1, "OWN_VALUES": x.own_values,
         "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
     }  # fmt: skip
     places = places_of(prod(tokens) * planes, slots, -(-x.t // block_size))
     entries = LaunchConfig(power_of_two(slots), 0, 1, 4)
-    launch = x.launch(list_blocks, queries(x) * planes, entries, more | places.arguments)
+    launch = x.launch(list_blocks, tiles_of_queries(x) * planes, entries, more | places.arguments)
     return Lists(launch, places.numbers, more)
 
 
+def unions(x: DenseShapes, indices: tuple[int, ...], block_size: int, queries: int) -> Lists:
+    """Return the launch that lists the visible blocks of ``queries`` neighbouring queries together."""
+    from ..kernels.selected.lists import list_unions
+
+    *_, planes, slots = indices
+    more = {
+        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size, "QUERIES": queries,
+        "rows": x.h // max(planes, x.g),
+    }  # fmt: skip
+    entries = power_of_two(queries * slots)
+    programs = tiles_of_queries(x, queries) * planes
+    # One warp sorts up to 256 entries without shared memory.
+    launch = x.launch(list_unions, programs, LaunchConfig(entries, 0, 1, 1 if entries <= 256 else 4), more)
+    return Lists(launch, programs * (queries * slots + 1), more)
+
+
 def launch_by_queries(x: DenseShapes, kernel: Callable, tiles: LaunchConfig, more: dict[str, int]) -> Launch:
-    """Return a launch with programs for each query and the heads that share a list and a KV head."""
-    units = x.h // more["rows"] * -(-more["rows"] // tiles.block_m)
-    return x.launch(kernel, queries(x) * units, tiles, more)
+    """Return a launch with programs for tiles of queries and the heads that share a list and a KV head."""
+    queries = more["QUERIES"]
+    units = x.h // more["rows"] * -(-more["rows"] // (tiles.block_m // queries))
+    return x.launch(kernel, tiles_of_queries(x, queries) * units, tiles, more)
 
 
-def queries(x: DenseShapes) -> int:
-    """Return the number of queries; packed sequences count one more, and so do the tokens after them."""
-    return x.s + x.batch + 1 if x.packed else x.batch * x.s
+def tiles_of_queries(x: DenseShapes, queries: int = 1) -> int:
+    """Return the number of tiles; packed sequences count one more, and so do the tokens after them."""
+    return x.blocks(x.s, queries) * (1 if x.packed else x.batch)

@@ -27,6 +27,7 @@ class SelectedBackward(NamedTuple):
     Attributes:
         prepare: the launch that writes lse2 and delta.
         list_blocks: the launch that writes the visible blocks of each list.
+        list_unions: the launch that replaces them by those of neighbouring queries, for ``queries``; or None.
         queries: the launch that writes dq, and the gradients of ALiBi slopes for each query.
         passes: the launches that write dk and dv; a pass after the first adds to them.
         by_list: True if each entry of a list has partial sums; otherwise up to ``ITEM`` lists with the same
@@ -40,6 +41,7 @@ class SelectedBackward(NamedTuple):
 
     prepare: Launch
     list_blocks: Launch
+    list_unions: Launch | None
     queries: Launch
     passes: tuple[KeyPass, ...]
     by_list: bool
@@ -56,8 +58,9 @@ class SelectedBackward(NamedTuple):
         # Numbers of 16 bits take half of the passes of a radix sort. Queries that do not exist keep `blocks`.
         dtype = torch.int16 if blocks < 2**15 else torch.int32
         ids = q.new_full((self.passes[-1].entries.stop,), blocks, dtype=dtype)
-        for launch in (self.prepare, self.list_blocks, self.queries):
-            launch.on(tensors | {"block_ids": ids})
+        for launch in (self.prepare, self.list_blocks, self.list_unions, self.queries):
+            if launch is not None:
+                launch.on(tensors | {"block_ids": ids})
         tensors = tensors | {"parts": q.new_empty(self.parts, dtype=torch.float32)}
         if is_added := len(self.passes) > 1:
             wide = {x: torch.empty_like(tensors[x], dtype=torch.float32) for x in ("dk", "dv")}
@@ -94,13 +97,19 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     found = selected.lists(x, indices, block_size)
     of_call, shares = found.arguments, x.blocks(x.s, 1)
     rows, entries = of_call["rows"], of_call["planes"] * of_call["slots"]  # of a query
-    tiles = tables.selected_queries(x.case, rows=rows, block_size=block_size)
-    more = of_call | {"stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares}
+    by_list, sizes = tables.sums_by_list(rows=rows, block_size=block_size), {"block_size": block_size}
+    # The pass over keys reads lists only if it has sums for each of their entries.
+    together = tables.neighbours(x.case, tables.selected_queries, rows=rows, slots=of_call["slots"], **sizes)
+    together = 1 if by_list else together
+    union = None if together == 1 else selected.unions(x, indices, block_size, together)
+    tiles = tables.selected_queries(x.case, rows=rows, queries=together, **sizes)
+    more = (
+        of_call | {"QUERIES": together} | {"stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares}
+    )
     queries = selected.launch_by_queries(x, selected_backward_queries, tiles, more)
 
     width = (x.case.head_dim + x.case.value_dim) * of_call["shared"] * block_size  # of the sums of an entry
-    most, count = max(1, tables.PARTS // (4 * width)), selected.queries(x)
-    by_list = tables.sums_by_list(rows=rows, block_size=block_size)
+    most, count = max(1, tables.PARTS // (4 * width)), selected.tiles_of_queries(x)
     if by_list:
         item, chunk = 1, min(count, max(1, most // max(1, entries)))
         parts = chunk * entries
@@ -111,8 +120,8 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     starts = range(0, max(1, count), max(1, chunk))
     passes = (_pass(x, more, range(start, min(start + chunk, count)), by_list=by_list) for start in starts)
     return SelectedBackward(
-        x.prepare(), found.launch, queries, tuple(passes), by_list, parts * width, found.numbers,
-        shares if x.learns_slopes else None,
+        x.prepare(), found.launch, union and union.launch, queries, tuple(passes), by_list, parts * width,
+        max(found.numbers, union.numbers if union else 0), shares if x.learns_slopes else None,
     )  # fmt: skip
 
 

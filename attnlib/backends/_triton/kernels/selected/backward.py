@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..band import KeyBand, bounds, origin_of, visible
+from ..band import KeyBand, bounds, key_range, origin_of, visible
 from ..scores import Modifiers, changed, load_slope, modify, placed, unchanged, unit_behind
 from ..tile import (
     COUNTS,
@@ -28,7 +28,7 @@ from ..tile import (
     tokens_of,
     zeros,
 )
-from .forward import blocks_at
+from .forward import blocks_at, inside, selected_tile
 
 # Triton must not specialize on the counts of inverted lists either.
 INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
@@ -37,7 +37,7 @@ INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
 @triton.jit(do_not_specialize=COUNTS)
 def selected_backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    lists_ptr,  # as list_blocks writes them
+    lists_ptr,  # as list_blocks writes them, or list_unions if QUERIES > 1
     dslopes_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors, grad_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -46,24 +46,26 @@ def selected_backward_queries(
     batch, heads, group, rows, planes, slots, s, t, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    QUERIES: tl.constexpr, OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
+    SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of queries, dq ``[b, s, h, d]``, by the programs of ``selected_forward``.
 
-    If slopes of ALiBi need gradients, each program writes those of its query and heads, ``[b, h, s]``
+    If slopes of ALiBi need gradients, each program writes those of its queries and heads, ``[b, h, s]``
     (packed: ``[h, s + b + 1]``). Gradients of tensors that a score function captures are accumulated with
     atomics, in no fixed order.
     """
-    head_tiles = tl.cdiv(rows, BLOCK_M)
+    HEADS: tl.constexpr = BLOCK_M // QUERIES
+    head_tiles = tl.cdiv(rows, HEADS)
     units = heads // rows * head_tiles
-    pid = tl.program_id(0)
-    work = locate(pid // units, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
+    pid, tile = tl.program_id(0), tl.program_id(0) // units
+    work = locate(tile, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, QUERIES, False)
     if work.start >= work.rows:
         return
     first = pid % units // head_tiles * rows
-    m = pid % head_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = m < rows
+    query, m = tl.arange(0, BLOCK_M) // HEADS, pid % head_tiles * HEADS + tl.arange(0, BLOCK_M) % HEADS
+    valid = (m < rows) & (query < work.rows - work.start)
     head = tl.where(valid, first + m, first)
     sequence, keys, token = work.sequence, work.others, work.row + work.start
     origin = origin_of(origin_ptr, sequence, batch)
@@ -79,27 +81,41 @@ def selected_backward_queries(
     of_q, of_k = TilePlace(work.plane, token, 0), TilePlace(work.plane, work.other, first // group)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg)
-    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, head, stride_qh, valid, d)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
-    dout = gathered_tile(dout_rows, of_q, head, stride_doh, valid, e)
-    at = work.plane * stride_lb + token + head * stride_lh
+    of_head = head.to(tl.int64)
+    q_at, dout_at = query * stride_qs + of_head * stride_qh, query * stride_dos + of_head * stride_doh
+    q = gathered_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, q_at, 1, valid, d)
+    dout = gathered_tile(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), of_q, dout_at, 1, valid, e)
+    at = work.plane * stride_lb + token + query + head * stride_lh
     lse2 = tl.load(lse2_ptr + at, mask=valid, other=float("inf"))[:, None]
     delta = tl.load(delta_ptr + at, mask=valid, other=0.0)[:, None]
     dq, dslope = zeros(d, BLOCK_M), tl.zeros([BLOCK_M], tl.float32)
 
-    i = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start)
-    list_ptr = lists_ptr + ((work.plane * s + token) * planes + first * planes // heads) * (slots + 1)
+    i, of_list = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start), work.plane * s + token
+    if QUERIES > 1:  # as in the forward
+        last = keys - tl.maximum(work.rows - work.start - QUERIES, 0)
+        of_tile = key_range(keys - work.rows + work.start, last, band)
+        i, of_list = i + query[:, None], tile.to(tl.int64)
+        of_row = key_range(i, i + 1, band)
+    LOW: tl.constexpr = not (left is None and key_starts_ptr is None and origin_ptr is None)
+    list_ptr = lists_ptr + (of_list * planes + first * planes // heads) * (QUERIES * slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
     following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
     for x in tl.range(0, total, BLOCK_N, num_stages=STAGES):
         # Blocks are read one tile ahead, as in the forward.
         n, block = x + tl.arange(0, BLOCK_N), following
         following = blocks_at(list_ptr + 1, x + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
-        key = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
-        j = key[None, :]
-        seen = visible(i, j, band) & (n < total)[None, :]
-        loaded = tl.max(seen.to(tl.int32), 0) > 0  # all rows are of one query, as in the forward
-        k = gathered_tile(k_rows, of_k, key, stride_kt, loaded, d)
+        first_key = (block >> QUERIES) * BLOCK_SIZE + x % BLOCK_SIZE - origin.key
+        if QUERIES > 1:
+            key, is_chosen = first_key + tl.arange(0, BLOCK_N), ((block >> query) & 1) > 0
+            j = key[None, :]
+            seen = inside(j, of_row[0], tl.where(is_chosen[:, None], of_row[1], 0), LOW)
+            loaded = inside(key, of_tile[0], of_tile[1], LOW)
+        else:
+            key = block * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
+            j = key[None, :]
+            seen = visible(i, j, band) & (n < total)[None, :]
+            loaded = tl.max(seen.to(tl.int32), 0) > 0  # all rows are of one query
+        k = selected_tile(k_rows, of_k, first_key, key, loaded, d, QUERIES > 1)
         place = placed(origin, sequence, head[:, None], i, j, keys - work.rows)
         if MASK is not None:
             seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
@@ -109,7 +125,7 @@ def selected_backward_queries(
         p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
         v = k
         if OWN_VALUES or D_MAIN != E_MAIN:
-            v = gathered_tile(v_rows, of_k, key, stride_vt, loaded, e)
+            v = selected_tile(v_rows, of_k, first_key, key, loaded, e, QUERIES > 1)
         ds = tl.where(seen, p * (products(dout, v, e, PRECISION) - delta), 0.0)
         ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
         if dslopes_ptr is not None:
@@ -117,10 +133,13 @@ def selected_backward_queries(
         ds = tl.where(seen, ds * derivative, 0.0)
         dq = add_products(dq, ds, k, d, PRECISION)
 
-    dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh)
-    scatter_tile(dq_rows, of_q, head, stride_dqh, valid, dq, scale, d)
+    dq_rows, dq_at = (
+        Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh),
+        query * stride_dqs + of_head * stride_dqh,
+    )
+    scatter_tile(dq_rows, of_q, dq_at, 1, valid, dq, scale, d)
     if dslopes_ptr is not None:  # packed sequences share a row, and each has one more number at its end
-        at = sequence * stride_sb + head * stride_sh + token
+        at = sequence * stride_sb + head * stride_sh + token + query
         tl.store(dslopes_ptr + at, dslope, mask=valid)
 
 

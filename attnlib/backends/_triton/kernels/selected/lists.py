@@ -49,6 +49,19 @@ def repeats(entry, stays, first, bits_ptr, words, WORDS: tl.constexpr):
     return tl.max(tl.where(stays & ((old & bit) != 0), 1, 0), 0) > 0
 
 
+@triton.jit
+def entries_in_band(entry_ptr, inside, i, band, BLOCK_SIZE: tl.constexpr):
+    """Return entries of the lists of queries ``i``, which of them stay, and the first block that may stay.
+
+    A block stays if the band shows some of its keys. Entries that are not ``inside`` do not exist.
+    """
+    low, high, _, _ = key_range(i, i + 1, band)
+    first = (low + band.key) // BLOCK_SIZE
+    entry = tl.load(entry_ptr, mask=inside, other=-1)
+    stays = (entry >= 0) & (low < high) & (entry >= first)
+    return entry, stays & (entry <= (high - 1 + band.key) // BLOCK_SIZE), first
+
+
 @triton.jit(do_not_specialize=(*COUNTS, "owners", "of_owner", "blocks", "words", "bits"))
 def list_blocks(
     selected_ptr, lists_ptr,
@@ -59,10 +72,9 @@ def list_blocks(
 ):  # fmt: skip
     """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
 
-    The ``planes`` lists of a query follow each other, as in ``selected`` ``[b, s, c, n]``. A block stays if
-    the band shows some of its keys. One program has the ``BLOCK_M`` places of a list, and sorts it if an
-    entry occurs twice, or if ``WORDS`` is 0. Otherwise each program has ``words`` int32 of its own, from
-    number ``bits`` of ``lists`` on.
+    The ``planes`` lists of a query follow each other, as in ``selected`` ``[b, s, c, n]``. One program has
+    the ``BLOCK_M`` places of a list, and sorts it if an entry occurs twice, or if ``WORDS`` is 0. Otherwise
+    each program has ``words`` int32 of its own, from number ``bits`` of ``lists`` on.
 
     With ``block_ids``, each program also writes ``slots`` numbers: for every block that stays, its number
     among the ``blocks`` of all sequences and owners, then ``blocks``. The owner of a block is a list, or a KV
@@ -77,13 +89,9 @@ def list_blocks(
     start, end = bounds(key_starts_ptr, key_ends_ptr, known, work.others)
     band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     i = work.others - work.rows + work.start
-    low, high, _, _ = key_range(i, i + 1, band)
 
-    row = (work.plane * s + work.row + work.start) * planes + pid % planes
-    m, first = tl.arange(0, BLOCK_M), (low + origin.key) // BLOCK_SIZE
-    entry = tl.load(selected_ptr + row * slots + m, mask=m < slots, other=-1)
-    stays = (entry >= 0) & (low < high) & (entry >= first)
-    stays = stays & (entry <= (high - 1 + origin.key) // BLOCK_SIZE)
+    row, m = (work.plane * s + work.row + work.start) * planes + pid % planes, tl.arange(0, BLOCK_M)
+    entry, stays, first = entries_in_band(selected_ptr + row * slots + m, m < slots, i, band, BLOCK_SIZE)
     if WORDS == 0:
         entry, stays = each_once(entry, stays, m)
     elif repeats(entry, stays, first, lists_ptr + bits + row * words, words, WORDS):
@@ -101,3 +109,53 @@ def list_blocks(
         at = tl.where(stays, kept - 1, total + m - kept)
         ids = tl.where(stays, pair * of_owner + block, blocks).to(block_ids_ptr.dtype.element_ty)
         tl.store(block_ids_ptr + tl.cast(pid, tl.int64) * slots + at, ids, mask=m < slots)
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger of two numbers."""
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def list_unions(
+    selected_ptr, lists_ptr,
+    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # any of these may be None
+    batch, s, t, planes, slots, left, right, prefix,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks that the lists of ``QUERIES`` neighbouring queries show: their number, then each once.
+
+    Blocks ascend. Each is multiplied by ``1 << QUERIES``, and has a bit below for every query that has it in
+    its list. One program has the ``BLOCK_M`` entries of a tile of queries, which ``locate`` numbers. The
+    ``planes`` lists of a tile follow each other, with ``QUERIES * slots`` places behind their number.
+    """
+    pid = tl.program_id(0)
+    work = locate(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, QUERIES, False)
+    if work.start >= work.rows:
+        return
+    known = tl.where(work.sequence < batch, work.sequence, 0)
+    origin = origin_of(origin_ptr, known, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, known, work.others)
+    band = KeyBand(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    m = tl.arange(0, BLOCK_M)
+    query = m // slots
+    inside = (query < QUERIES) & (work.start + query < work.rows)
+    row = (work.plane * s + work.row + work.start + query) * planes + pid % planes
+    i = work.others - work.rows + work.start + query
+    entry_ptr = selected_ptr + row * slots + m % slots
+    entry, stays, _ = entries_in_band(entry_ptr, inside, i, band, BLOCK_SIZE)
+
+    key = tl.sort(tl.where(stays, entry * QUERIES + query, NO_ENTRY))  # by block, then by query
+    block, exists = key // QUERIES, key < NO_ENTRY
+    before, after = tl.gather(key, tl.maximum(m - 1, 0), 0), tl.gather(key, tl.minimum(m + 1, BLOCK_M - 1), 0)
+    opens = exists & ((m == 0) | (block > before // QUERIES))
+    closes = exists & ((m == BLOCK_M - 1) | (block < after // QUERIES))
+    bit = tl.where(exists & ((m == 0) | (key > before)), 1 << key % QUERIES, 0)
+    bits = tl.cumsum(bit, 0)
+    # Sums ascend, so their maximum over the first entries of blocks is that before the block of an entry.
+    bits -= tl.associative_scan(tl.where(opens, bits - bit, 0), 0, larger)
+    count = opens.to(tl.int32)
+    list_ptr = lists_ptr + tl.cast(pid, tl.int64) * (QUERIES * slots + 1)
+    tl.store(list_ptr + tl.cumsum(count, 0), (block << QUERIES) + bits, mask=closes)
+    tl.store(list_ptr, tl.sum(count, 0))
