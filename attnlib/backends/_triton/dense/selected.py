@@ -98,7 +98,7 @@ def unions(x: DenseShapes, indices: tuple[int, ...], block_size: int, queries: i
     *_, planes, slots = indices
     more = {
         "planes": planes, "slots": slots, "BLOCK_SIZE": block_size, "QUERIES": queries,
-        "rows": x.h // max(planes, x.g),
+        "rows": x.h // max(planes, x.g), "OWN_VALUES": x.own_values,
     }  # fmt: skip
     entries = power_of_two(queries * slots)
     programs = tiles_of_queries(x, queries) * planes
