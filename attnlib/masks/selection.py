@@ -27,10 +27,10 @@ def selected(indices: Tensor, block_size: int = 1) -> MaskFunction:
 
     Gradients flow to q, k, v, sinks and other options, but not to the lists. ``|`` and ``~`` are refused, as
     are context parallelism and batch-invariant caches. Tensor parallelism shards ``g`` or ``h`` lists with
-    the heads. The Triton backend computes only calls without dropout and fp8 inputs, also over caches; the
-    torch and reference backends compute the others. DeepSeek Sparse Attention selects tokens for
-    all heads (DeepSeek-AI, 2025, arXiv 2512.02556), Native Sparse Attention blocks for each KV head (Yuan et
-    al., 2025, arXiv 2502.11089), and MoBA blocks for each query head (Lu et al., 2025, arXiv 2502.13189).
+    the heads. The Triton backend supports gradients and caches, but neither dropout nor fp8 inputs; the torch
+    and reference backends compute such calls. DeepSeek Sparse Attention selects tokens for all heads
+    (DeepSeek-AI, 2025, arXiv 2512.02556), Native Sparse Attention blocks for each KV head (Yuan et al., 2025,
+    arXiv 2502.11089), and MoBA blocks for each query head (Lu et al., 2025, arXiv 2502.13189).
 
     Raises:
         TypeError: ``indices`` is not an int32 tensor, or ``block_size`` is not an int.

@@ -7,7 +7,7 @@ import torch
 from function_cases import MASK_NAMES, close, functions
 from kernel_helpers import DEVICE
 
-from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_mod
+from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, explain, mask_mod
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import plan_cache
@@ -125,3 +125,12 @@ def test_a_window_with_first_tokens(_small, monkeypatch):
         with sequences.step(counts) as step:
             agree(attention_sinks(5, 20), *step)
     assert sequences.cache._sequences.allocators[(20, 5)].used <= 2 * (1 + 4)
+
+
+@torch.no_grad()
+def test_explain_a_step_without_queries():
+    """It is planned, although it never runs."""
+    sequences, mask = Sequences(LAYOUTS["grouped"]), CAUSAL & mask_mod(lambda b, h, i, j: j % 2 == 0)
+    with sequences.step(30) as (q, view):
+        found = explain(cached_attention_with_lse, q[:, :0], view, mask=mask, backend="triton")
+    assert found.variant == "plain"

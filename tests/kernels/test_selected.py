@@ -262,3 +262,14 @@ def test_tiles_fit_blocks_and_heads(arch):
         32,
         64,
     ]
+
+
+def test_values_that_are_wider_than_the_keys_at_the_same_address():
+    """Only values that are the first channels of the keys are read with them."""
+    q, x = torch.randn(1, 5, 4, 40), torch.randn(1, 60, 2, 64)
+    indices = lists(1, 5, 2, 3, 4)
+    mask = CAUSAL & selected(indices, 16)
+    expected = attention(q, x[..., :40], x, mask=mask, backend="reference")
+    here, mask = x.to(DEVICE), CAUSAL & selected(indices.to(DEVICE), 16)
+    found = attention(q.to(DEVICE), here[..., :40], here, mask=mask, backend="triton")
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)

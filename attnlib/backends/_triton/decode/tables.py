@@ -100,7 +100,8 @@ LATENT_ROWS_16 = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_ROWS_64 = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Tiles for tokens of latents that lists select. Every token has an address of its own, which takes registers:
 # LATENT_ROWS_64 would spill 968 bytes, 64 x 32 spills 120, and EIGHT_BIT would spill 440 (sm_90, triton 3.6).
-# A prototype with 64 x 32 took 181 us for 64 sequences with 2,048 of 8k tokens and 128 heads (H100, 2026-11).
+# For 64 sequences with 2,048 of 32k tokens and 128 heads, it takes 244 us, 2 or 4 stages 282 or 285, and
+# tiles of 64 x 16 take 398 (H100, 2026-11-28).
 SELECTED_ROWS_64 = LaunchConfig(64, 32, 3, 8, resident=1)
 SELECTED_INT8_FP8 = LaunchConfig(16, 32, 4, 4)
 # The dedicated Hopper kernel for selected tokens of latents gathers them row by row, without TMA.

@@ -188,7 +188,7 @@ BACKWARD = (
 BACKWARD_L2 = 16 << 20
 HALF = 256  # channels of a wide head that one warpgroup holds
 # Selected tokens of latents: heads of a query, and tokens. Registers do not hold 128 heads. For 4,096
-# queries of 128 heads that select 2,048 of 32k tokens, a prototype computed 650 TFLOP/s (H100, 2026-11).
+# queries of 128 heads that select 2,048 of 32k tokens, the kernel does 608 TFLOP/s (H100, 2026-11-28).
 LATENTS = LaunchConfig(64, 64, 1, 4)
 NARROWEST = 64  # these kernels support blocks of at least this many channels
 

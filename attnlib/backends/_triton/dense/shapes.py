@@ -48,7 +48,7 @@ class DenseShapes:
             None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
         )
         # True if the values are the first channels of the keys, in a call with lists of selected keys.
-        self.own_values = not (key.same_start and a.k.strides == a.v.strides)
+        self.own_values = not (key.same_start and e <= d and a.k.strides == a.v.strides)
         # The shape of lists of selected keys, and the size of their blocks.
         self.selected = None if a.selected is None else (a.selected.shape, a.block_size)
         self.main, self.tail, self.value = main, tail, value = widths(d, e)

@@ -236,8 +236,9 @@ SELECTED = (
     (256, LaunchConfig(64, 32, 2, 4)),
     (WIDEST, LaunchConfig(64, 32, 2, 8)),  # 64 x 64 takes 345 KB of shared memory (sm_90, triton 3.6)
 )
-# Values that are the first channels of the keys take no shared memory of their own: 15.2 ms become 11.4 for
-# 4,096 queries of 128 heads that select 2,048 latents (H100).
+# Values that are the first channels of the keys take no shared memory of their own. For 4,096 queries of 128
+# heads that select 2,048 of 32k latents, 64 x 32 takes 15.2 ms and this 11.4 (H100, 2026-11-28, with a slower
+# list_blocks than today's).
 SELECTED_LATENTS = LaunchConfig(64, 64, 2, 8)
 SELECTED_SMALL = (
     (128, LaunchConfig(64, 64, 2, 4)),
@@ -249,9 +250,10 @@ SELECTED_FP32 = (
     (128, LaunchConfig(32, 32, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
-UNION = 1024  # entries of lists of neighbouring queries that one program sorts
+UNION = 1024  # entries of lists of neighbouring queries that one program sorts (more are not timed)
 # Their gradients. A program for queries keeps q and dout; one for keys keeps k, v and the sums of dk and dv.
-# These tiles are not timed.
+# With 16 blocks of 64, 64/4 heads d128 and 32k queries, dk and dv take 6.9 ms with 64 x 64 and 2 stages, and
+# 6.1 ms with 32 x 64 and 3 (H100, 2026-11-28). The tiles for 256 channels are not timed.
 SELECTED_QUERIES = (
     (128, LaunchConfig(64, 64, 2, 4)),
     (256, LaunchConfig(64, 32, 2, 8)),
@@ -308,8 +310,9 @@ def neighbours(case: DenseCase, tiled: Callable = selected, *, rows: int, block_
     """Return how many neighbouring queries share tiles, which ``tiled`` returns: of keys that some select.
 
     If neighbours choose alike, such tiles read keys once for all of them. Otherwise each query computes the
-    scores of all, which takes no longer than reading keys: with 4 queries of 16 heads, d = 128 and blocks of
-    64 keys, 305 against 106 TFLOP/s, and 136 at random (H100, 2026-11). fp32 is bound by its products.
+    scores of all, which takes no longer than reading keys. With 16 of 512 blocks of 64, 16 heads and d = 128,
+    single queries take 10.1 ms; four together take 3.1 if they choose alike, and 9.2 at random (H100,
+    2026-11-28). fp32 is bound by its products.
     """
     for queries in (4, 2):
         tiles = tiled(case, rows=rows, block_size=block_size, queries=queries)

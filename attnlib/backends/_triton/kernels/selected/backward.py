@@ -285,7 +285,9 @@ def selected_backward_keys(
         else:
             head = tl.where(valid, kv_head * GROUP + (x + m) % ROWS, 0)
         lists = chooser(choosers_ptr, found.low, (x + BLOCK_M + m) // ROWS, x + BLOCK_M + m < count)
-        q = gathered_tile(q_rows, of_q, token.to(tl.int64) * stride_qs + head * stride_qh, 1, valid, d)
+        q = gathered_tile(
+            q_rows, of_q, token.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh, 1, valid, d
+        )
         rows_at = token + head * stride_lh
         lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=float("inf"))
         i = (keys - queries + token - first_query)[None, :]

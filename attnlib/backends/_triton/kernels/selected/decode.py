@@ -97,7 +97,7 @@ def selected_decode(
     sizes: tl.constexpr = DecodeSizes(
         D, D_TAIL, E, PAGE, 0, BLOCK_N, True, NATIVE, STAGES, PAIRS, k_ptr.dtype.element_ty, PRECISION
     )
-    at = work.plane * stride_qb + token * stride_qs + head * stride_qh
+    at = work.plane * stride_qb + token * stride_qs + head.to(tl.int64) * stride_qh
     queries, gain = load_queries(q_ptr, at, valid, stored, sizes, D_MAIN)
     if SCALED and q_ptr.dtype.element_ty != tl.float32:
         scale *= descaled(gain, q_descale_ptr, known * heads + head, work.sequence, batch)[:, None]
@@ -150,7 +150,7 @@ def selected_decode(
         tl.store(
             split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :]
         )
-        tl.store(split_ptr + lines.to(tl.int64) * splits * E_MAIN + line, lse2, mask=valid)
+        tl.store(split_ptr + tl.cast(lines, tl.int64) * splits * E_MAIN + line, lse2, mask=valid)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -169,7 +169,7 @@ def merge_splits(
     TILES: tl.constexpr = E_MAIN // WIDTH
     tile = tl.program_id(0) % TILES
     r, c = tl.program_id(0) // TILES * TOGETHER + tl.arange(0, TOGETHER), tile * WIDTH + tl.arange(0, WIDTH)
-    valid, row, lines = r < lines, r.to(tl.int64), lines.to(tl.int64)
+    valid, row, lines = r < lines, r.to(tl.int64), tl.cast(lines, tl.int64)
     of_lse = split_ptr + lines * splits * E_MAIN
     acc, l_i, m_i = joined(split_ptr, of_lse, row, lines, splits, valid, c, E_MAIN, AT_ONCE, NATURAL)
     l_i = tl.where(l_i == 0.0, 1.0, l_i)

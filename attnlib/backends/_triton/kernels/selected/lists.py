@@ -38,7 +38,8 @@ def repeats(entry, stays, first, bits_ptr, words, WORDS: tl.constexpr):
     """Return True if an entry of a list that stays occurs twice.
 
     The ``words`` int32 at ``bits_ptr`` have a bit for each entry from ``first`` on, which this function
-    clears before it sets those of the list. This takes a tenth of the time of a sort of 2,048 entries.
+    clears before it sets those of the list. With 2,048 entries, 4,096 lists take 0.08 ms, and
+    0.96 ms if they are sorted (H100, 2026-11-28).
     """
     w = tl.arange(0, WORDS)
     tl.store(bits_ptr + w, 0, mask=w < words)
