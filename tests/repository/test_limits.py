@@ -202,13 +202,13 @@ def test_backends_stay_small():
     the reference by its scores, which stay exact for a given LSE, 10; and softcap and slopes in Hopper's
     backward 15. A forward in e4m3 of 16-bit inputs brought 160: a kernel that rounds them, its launches, and
     a definition of the gradients. Lists of selected keys, on the torch and reference backends, brought 56,
-    the two kernels of a forward over them 132, tiles of neighbouring queries 96, those over caches 200,
+    the two kernels of a forward over them 132, tiles of neighbouring queries 97, those over caches 200,
     gradients by three kernels 348, and the plan of Hopper's kernel for selected tokens of latents 29; over a
     cache, the kernel and its plan brought 28. Mask and score functions in Hopper's kernels over latents
     brought 20.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 6036, f"{sum(found.values())} statements in backends/, not 6036: {found}"
+    assert sum(found.values()) <= 6037, f"{sum(found.values())} statements in backends/, not 6037: {found}"
 
 
 def test_the_benchmark_stays_small():
