@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import CAUSAL, MaskFunction, attention, mask_mod, score_mod
-from .compare import Cells, agreeing, attempt, in_turns
+from .compare import Cells, agreeing, attempt
 from .peers import versions
 from .place import Target
-from .report import Line, Table
-from .speed import Rows, Run
-from .watchdog import watched
+from .report import Table
+from .speed import Rows, Run, milliseconds, timed_passes
 
-WHATS = ("forward", "backward")
 NEAR, DOCUMENTS, BOUND = 1024, 12, 30.0
 FARTHEST = 128  # each distance up to this one has its own bias; all farther keys share one
 FLASH = MappingProxyType({"BACKEND": "FLASH"})
@@ -110,14 +108,7 @@ FUNCTIONS = tuple(
 
 def rows(place: Target, tables: Iterable[Table], work: Iterable[FunctionCase] = FUNCTIONS) -> Rows:
     """Yield the milliseconds of each call's forward and backward; masks are classified before the timing."""
-    [table] = tables
-    for case in work:
-        with watched(f"{table.name}, {case.name}"):
-            seconds = timed(place, case)
-        place.tidy()
-        for what, taken in seconds.items():
-            cells = {name: attempt(lambda x: x * 1e3, x) for name, x in taken.items()}
-            yield table, Line(f"{case.name}, {what}", cells)
+    return milliseconds(place, tables, work, timed)
 
 
 def timed(place: Target, case: FunctionCase) -> dict[str, Cells]:
@@ -132,11 +123,7 @@ def timed(place: Target, case: FunctionCase) -> dict[str, Cells]:
         makers["Flex FLASH"] = partial(flex, **FLASH)
     made = {name: attempt(make, place, case, captured, given) for name, make in makers.items()}
     runs = agreeing(made, Run.results, ("ours",))
-    seconds = {}
-    for what in WHATS:
-        actions = {name: attempt(Run.action, run, what) for name, run in runs.items()}
-        seconds[what] = in_turns(actions, place.seconds, place.rounds, place.budget)
-    return seconds
+    return timed_passes(place, runs)
 
 
 def ours(place: Target, case: FunctionCase, captured: Arrays, given: list[Tensor]) -> Run:

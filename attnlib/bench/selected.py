@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import CAUSAL, KVLayout, attention, cached_attention, masks
-from .compare import Cells, agreeing, attempt, compare_calls, in_turns
+from .compare import Cells, agreeing, attempt, compare_calls
 from .place import Target
 from .report import Line, Table
-from .speed import Rows, Run
+from .speed import Rows, Run, milliseconds, timed_passes
 from .stored import Decoding, stored
 from .watchdog import watched
 
-WHATS = ("forward", "backward")
 CHECKED = 16  # last queries, whose output and gradients torch's backend computes too
 CHUNK = 1024  # queries whose lists are drawn at a time
 LATENT, VALUES = 576, 512  # channels of a latent with its rotary key, and those that are values
@@ -100,14 +99,7 @@ STEPS = (
 
 def rows(place: Target, tables: Iterable[Table], work: Iterable[SelectedCase] = SELECTED) -> Rows:
     """Yield the milliseconds of each call's forward and backward."""
-    [table] = tables
-    for case in work:
-        with watched(f"{table.name}, {case.name}"):
-            seconds = timed(place, case)
-        place.tidy()
-        for what, taken in seconds.items():
-            cells = {name: attempt(lambda x: x * 1e3, x) for name, x in taken.items()}
-            yield table, Line(f"{case.name}, {what}", cells)
+    return milliseconds(place, tables, work, timed)
 
 
 def timed(place: Target, case: SelectedCase) -> dict[str, Cells]:
@@ -125,11 +117,7 @@ def timed(place: Target, case: SelectedCase) -> dict[str, Cells]:
     runs = agreeing(runs, of_last_queries, tuple(backends))
     del runs["torch"]
     runs["dense"] = run_of(place.backend, given)
-    seconds = {}
-    for what in WHATS:
-        actions = {name: attempt(Run.action, run, what) for name, run in runs.items()}
-        seconds[what] = in_turns(actions, place.seconds, place.rounds, place.budget)
-    return seconds
+    return timed_passes(place, runs)
 
 
 def run_of(backend: str | None, given: list[Tensor], lists: Tensor | None = None, block_size: int = 1) -> Run:

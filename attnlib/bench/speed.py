@@ -67,6 +67,27 @@ class Run(NamedTuple):
         return [x.transpose(1, 2) for x in found] if self.heads_first else found
 
 
+def timed_passes(place: Target, runs: Mapping[str, Run | Failure]) -> dict[str, Cells]:
+    """Return the seconds of each run in its forward and in its backward."""
+    seconds = {}
+    for what in ("forward", "backward"):
+        actions = {name: attempt(Run.action, run, what) for name, run in runs.items()}
+        seconds[what] = in_turns(actions, place.seconds, place.rounds, place.budget)
+    return seconds
+
+
+def milliseconds(place: Target, tables: Iterable[Table], work: Iterable, timed: Callable) -> Rows:
+    """Yield a row in milliseconds for each pass of each case; ``timed(place, case)`` returns its seconds."""
+    [table] = tables
+    for case in work:
+        with watched(f"{table.name}, {case.name}"):
+            seconds = timed(place, case)
+        place.tidy()
+        for what, taken in seconds.items():
+            cells = {name: attempt(lambda x: x * 1e3, x) for name, x in taken.items()}
+            yield table, Line(f"{case.name}, {what}", cells)
+
+
 def same_case(case: Case, names: Iterable[str]) -> list[Column]:
     """Return one table column for each implementation, all of which run the same attention call."""
     return [Column(name, name, case) for name in names]

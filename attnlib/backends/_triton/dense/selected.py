@@ -46,9 +46,10 @@ def takes_latents(x: DenseShapes, a: Arguments) -> bool:
         return False
     (*_, planes, _), block_size = x.selected
     plain = not (has_slopes(a) or x.case.by_function)
-    latents = x.g == planes == block_size == 1
     near = a.q.strides[-2] < tables.FARTHEST  # int32 offsets must reach across 64 heads
-    return plain and latents and near and hopper_tables.takes_latents(x.case, heads=x.h)
+    return (
+        plain and x.g == planes == block_size == 1 and near and hopper_tables.takes_latents(x.case, heads=x.h)
+    )
 
 
 def forward_of_latents(
@@ -79,16 +80,14 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
     *tokens, planes, slots = indices
     owners = min(planes, x.g)  # of blocks: lists, or KV heads if each has several lists
     of_owner = x.blocks(x.t, block_size)
-    more = {
-        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size,
-        "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
-        "owners": owners, "shared": x.g // owners, "QUERIES": 1, "OWN_VALUES": x.own_values,
+    more = _of_call(x, planes, slots, block_size, 1)
+    more |= {
+        "owners": owners, "shared": x.g // owners,
         "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
     }  # fmt: skip
     places = places_of(prod(tokens) * planes, slots, -(-x.t // block_size))
-    entries = LaunchConfig(power_of_two(slots), 0, 1, 4)
-    launch = x.launch(list_blocks, tiles_of_queries(x) * planes, entries, more | places.arguments)
-    return Lists(launch, places.numbers, more)
+    sizes, programs = LaunchConfig(power_of_two(slots), 0, 1, 4), tiles_of_queries(x) * planes
+    return Lists(x.launch(list_blocks, programs, sizes, more | places.arguments), places.numbers, more)
 
 
 def unions(x: DenseShapes, indices: tuple[int, ...], block_size: int, queries: int) -> Lists:
@@ -96,15 +95,21 @@ def unions(x: DenseShapes, indices: tuple[int, ...], block_size: int, queries: i
     from ..kernels.selected.lists import list_unions
 
     *_, planes, slots = indices
-    more = {
-        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size, "QUERIES": queries,
-        "rows": x.h // max(planes, x.g), "OWN_VALUES": x.own_values,
-    }  # fmt: skip
+    more = _of_call(x, planes, slots, block_size, queries)
     entries = power_of_two(queries * slots)
     programs = tiles_of_queries(x, queries) * planes
     # One warp sorts up to 256 entries without shared memory.
     launch = x.launch(list_unions, programs, LaunchConfig(entries, 0, 1, 1 if entries <= 256 else 4), more)
     return Lists(launch, programs * (queries * slots + 1), more)
+
+
+def _of_call(x: DenseShapes, planes: int, slots: int, block_size: int, queries: int) -> dict[str, int]:
+    """Return the arguments of the kernels that make and read lists, by name."""
+    return {
+        "planes": planes, "slots": slots, "BLOCK_SIZE": block_size, "QUERIES": queries,
+        "rows": x.h // max(planes, x.g),  # query heads that share a list and a KV head
+        "OWN_VALUES": x.own_values,
+    }  # fmt: skip
 
 
 def launch_by_queries(x: DenseShapes, kernel: Callable, tiles: LaunchConfig, more: dict[str, int]) -> Launch:

@@ -96,16 +96,16 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
 
     found = selected.lists(x, indices, block_size)
     of_call, shares = found.arguments, x.blocks(x.s, 1)
-    rows, entries = of_call["rows"], of_call["planes"] * of_call["slots"]  # of a query
-    by_list, sizes = tables.sums_by_list(rows=rows, block_size=block_size), {"block_size": block_size}
+    slots, sizes = of_call["slots"], {"rows": of_call["rows"], "block_size": block_size}
+    by_list, entries = tables.sums_by_list(**sizes), of_call["planes"] * slots  # entries of a query
     # The pass over keys reads lists only if it has sums for each of their entries.
-    together = tables.neighbours(x.case, tables.selected_queries, rows=rows, slots=of_call["slots"], **sizes)
-    together = 1 if by_list else together
+    together = 1 if by_list else tables.neighbours(x.case, tables.selected_queries, slots=slots, **sizes)
     union = None if together == 1 else selected.unions(x, indices, block_size, together)
-    tiles = tables.selected_queries(x.case, rows=rows, queries=together, **sizes)
-    more = (
-        of_call | {"QUERIES": together} | {"stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares}
+    tiles, stride = (
+        tables.selected_queries(x.case, queries=together, **sizes),
+        1 if x.packed else x.h * shares,
     )
+    more = of_call | {"QUERIES": together, "stride_sb": stride, "stride_sh": shares}
     queries = selected.launch_by_queries(x, selected_backward_queries, tiles, more)
 
     width = (x.case.head_dim + x.case.value_dim) * of_call["shared"] * block_size  # of the sums of an entry
@@ -116,7 +116,7 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     else:
         item, chunk = max(tables.ITEM, 1 << (count * entries // most).bit_length()), count
         parts = count * entries // item + of_call["blocks"]
-    more = of_call | {"PLANES": of_call["planes"], "ROWS": rows, "ITEM": item}
+    more = of_call | {"PLANES": of_call["planes"], "ROWS": of_call["rows"], "ITEM": item}
     starts = range(0, max(1, count), max(1, chunk))
     passes = (_pass(x, more, range(start, min(start + chunk, count)), by_list=by_list) for start in starts)
     return SelectedBackward(
