@@ -20,6 +20,8 @@ QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, 
 SELECTED = ("list_blocks", "list_unions", "selected_forward")
 LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
 SELECTED_BACKWARD = ("selected_backward_queries", "selected_backward_keys", "selected_backward_sums")
+# Of lists that many heads share.
+SELECTED_ENTRIES = ("selected_weights", "selected_queries", "selected_parts", "selected_sums")
 FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
@@ -156,21 +158,28 @@ def selected_backward_entries() -> Iterator[Build]:
     for head in HEADS:
         for kernel in (queries, keys):
             yield Build(kernel, 90, head, block=64)
-            yield Build(kernel, 90, head, block=1)
             yield Build(kernel, 86, head, block=64)
             if head in TRAINED:
                 yield Build(kernel, 90, head, dtype="fp32", block=64)
+        for kernel in SELECTED_ENTRIES:
+            for arch in (86, 90):
+                yield Build(kernel, arch, head, block=1)
+            if head in TRAINED:
+                yield Build(kernel, 90, head, dtype="fp32", block=1)
+    for kernel in SELECTED_ENTRIES:
+        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=1)
+        for arch in OTHERS:
+            yield Build(kernel, arch, (128, 128), block=1)
     for kernel in SELECTED_BACKWARD:
-        for block in (1, 16, 128):
+        for block in (16, 128):
             yield Build(kernel, 90, (128, 128), block=block)
-        for block in (1, 64):
-            yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=block)
+        yield Build(kernel, 90, (128, 128), rows="packed", mask="sliding", block=64)
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128), block=64)
-    for kernel in (queries, keys):
-        yield Build(kernel, 90, (128, 128), softcap=True, slopes=True, block=64)
+    for kernel, block in ((queries, 64), (keys, 64), (SELECTED_ENTRIES[0], 1)):
+        yield Build(kernel, 90, (128, 128), softcap=True, slopes=True, block=block)
         for function in FUNCTIONS:
-            yield Build(kernel, 90, (128, 128), function=function, block=64)
+            yield Build(kernel, 90, (128, 128), function=function, block=block)
 
 
 def tree_entries() -> Iterator[Build]:

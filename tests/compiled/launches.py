@@ -32,7 +32,7 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import LATENTS, QUANTIZE, SELECTED, SELECTED_BACKWARD, STATISTICS, Build
+from .builds import LATENTS, QUANTIZE, SELECTED, SELECTED_BACKWARD, SELECTED_ENTRIES, STATISTICS, Build
 from .cached_builds import GROUP, SELECTED_DECODE, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -115,18 +115,19 @@ def _dense(build: Build) -> Prepared:
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     if build.kernel in SELECTED_BACKWARD:
-        launches = plan.queries, *plan.passes[0][1:]
-        return launches[SELECTED_BACKWARD.index(build.kernel)], named | _inverted(plan.by_list)
+        launches = plan.queries, plan.keys, plan.add
+        return launches[SELECTED_BACKWARD.index(build.kernel)], named | _inverted()
+    if build.kernel in SELECTED_ENTRIES:
+        launches, weights = (*plan.passes[0].products, plan.passes[0].sums), torch.empty_like(named["q"])
+        of_pass = {"weights": weights, "parts": torch.empty(4096, dtype=plan.dtype, device="meta")}
+        return launches[SELECTED_ENTRIES.index(build.kernel)], named | _inverted() | of_pass
     return getattr(plan, build.kernel.removeprefix("backward_")), named
 
 
-def _inverted(by_list: bool) -> dict[str, Tensor | None]:
-    """The tensors of a backward that inverts lists, or adds up the entries of each."""
+def _inverted() -> dict[str, Tensor | None]:
+    """The tensors of a backward that inverts lists."""
     numbers = torch.empty(4096, dtype=torch.int32, device="meta")
-    return {
-        "parts": numbers.float(), "edges": numbers, "order": numbers.long() if by_list else None,
-        "choosers": None if by_list else numbers,
-    }  # fmt: skip
+    return {"parts": numbers.float(), "edges": numbers, "order": numbers.long(), "choosers": numbers}
 
 
 def _statistic(build: Build, key: Key, named: dict[str, Tensor | None]) -> Prepared:

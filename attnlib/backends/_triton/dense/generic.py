@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import mask_tiles, selected, selected_backward, tables
+from . import mask_tiles, selected, selected_backward, selected_entries, tables
 from .selected_backward import SelectedBackward
+from .selected_entries import EntriesBackward
 from .shapes import BackwardShapes, DenseShapes
 
 
@@ -87,13 +88,15 @@ class Backward(NamedTuple):
             launch.on(tensors)
 
 
-def backward(x: BackwardShapes) -> Backward | SelectedBackward:
+def backward(x: BackwardShapes) -> Backward | EntriesBackward | SelectedBackward:
     """Return the launches of a backward in passes: one or two over blocks of keys, one over queries.
 
     With selected keys, there are other passes.
     """
     if x.selected is not None:
-        return selected_backward.backward(x, *x.selected)
+        (*_, planes, _), block_size = x.selected
+        by_entry = tables.adds_by_entry(rows=x.h // max(planes, x.g), block_size=block_size)
+        return (selected_entries if by_entry else selected_backward).backward(x, *x.selected)
     from ..kernels.backward import backward_keys, backward_queries
 
     of_values = tables.backward_values(x.case, keys=x.length)

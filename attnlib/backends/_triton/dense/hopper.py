@@ -17,6 +17,7 @@ from . import hopper_tables, mask_tiles, selected
 from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
 from .selected_backward import SelectedBackward
+from .selected_entries import EntriesBackward
 from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys per warpgroup
@@ -165,7 +166,7 @@ def in_order(key: Key) -> Key:
 
 
 @cached_plan
-def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward | SelectedBackward:
+def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward | EntriesBackward | SelectedBackward:
     """Return the launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     if a.selected is not None:

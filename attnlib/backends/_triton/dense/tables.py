@@ -266,6 +266,30 @@ SELECTED_KEYS = (
 )
 SELECTED_BACKWARD_SMALL = (*BACKWARD_KEYS_SMALL[:3], BACKWARD_KEYS_SMALL[-1])
 PARTS = 1 << 30  # bytes of partial sums of dk and dv at a time
+
+
+class EntryTiles(NamedTuple):
+    """The tiles of a product over listed keys, and how many channels of a head it takes at a time."""
+
+    tiles: LaunchConfig
+    channels: int
+
+    def arguments(self, more: dict) -> tuple[LaunchConfig, dict]:
+        """Return the tiles and the arguments of a launch."""
+        return self.tiles, more | {"CHANNELS": self.channels}
+
+
+# The products of a backward over lists that many heads share: of keys with q and with the gradients of
+# outputs, of the gradients of scores with keys, and of both matrices of weights with q and with the gradients
+# of outputs. With 2,048 queries of 128 heads, 2,048 of 32k latents take 3.8, 3.3 and 5.0 ms (H100,
+# 2026-11-28); 128 x 128 and 8 warps took 4.2, 256 channels 3.6, and stores by TMA 6.8. Tiles for little
+# shared memory are not timed.
+ENTRIES = {
+    "weights": (EntryTiles(LaunchConfig(64, 128, 3, 4), 64), EntryTiles(LaunchConfig(64, 64, 2, 4), 32)),
+    "queries": (EntryTiles(LaunchConfig(128, 64, 3, 4), 128), EntryTiles(LaunchConfig(64, 32, 2, 4), 64)),
+    "parts": (EntryTiles(LaunchConfig(128, 128, 3, 8), 64), EntryTiles(LaunchConfig(128, 32, 2, 4), 64)),
+}
+ENTRIES_FP32 = EntryTiles(LaunchConfig(16, 32, 1, 4), 16)
 ITEM = 512  # lists with a block that a program adds up, or twice, four times, ... as many for fewer sums
 
 
@@ -339,15 +363,23 @@ def selected_keys(case: DenseCase, *, rows: int, keys: int) -> LaunchConfig:
     return config._replace(block_m=block_m, block_n=block_n)
 
 
-def sums_by_list(*, rows: int, block_size: int) -> bool:
-    """True if dk and dv have a partial sum for each entry of a list, not for many lists with the same block.
+def adds_by_entry(*, rows: int, block_size: int) -> bool:
+    """True if each entry of a list has shares in dk and dv, False if many lists with the same block do.
 
-    The first form reads the queries of a list once, but writes and reads partial sums of each selected key:
-    ``rows / 2`` FLOPs per byte of memory. The second form keeps a block of keys, and reads the queries of all
-    lists that have it: ``2 * block_size`` FLOPs per byte of the L2 cache, which is nearly twice as fast. The
-    factor 8 is computed from this, not measured.
+    The first form reads the queries of a list once, but writes and reads shares of each selected key:
+    ``rows`` FLOPs per byte of memory. The second form keeps a block of keys, and reads the queries of all
+    lists that have it: ``2 * block_size`` FLOPs per byte of the L2 cache. The factor 8 is computed from this,
+    not measured. In the first form, a program has all rows, of which only 128 fit.
     """
-    return rows >= 8 * block_size
+    return 8 * block_size <= rows <= 128
+
+
+def by_entry(case: DenseCase, product: str, *, rows: int) -> EntryTiles:
+    """Return the tiles of one of the products ``ENTRIES``, for ``rows`` heads that share a list."""
+    tiles, channels = ENTRIES[product][0 if case.arch in ROOMY else 1] if case.itemsize == 2 else ENTRIES_FP32
+    most = power_of_two(rows)
+    block_m = most if product == "parts" else min(tiles.block_m, most)
+    return EntryTiles(tiles._replace(block_m=block_m), min(channels, power_of_two(case.value_dim)))
 
 
 def _of_lists(

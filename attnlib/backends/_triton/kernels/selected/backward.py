@@ -154,8 +154,6 @@ class SelectedCall(NamedTuple):
     batch: tl.tensor
     s: tl.tensor
     t: tl.tensor
-    planes: tl.tensor
-    slots: tl.tensor
     owners: tl.tensor
     shared: tl.tensor
 
@@ -163,8 +161,7 @@ class SelectedCall(NamedTuple):
 class KeyWork(NamedTuple):
     """Some keys ``j`` of a KV head, and ``count`` lists that select them: from ``low`` on in ``choosers``.
 
-    Without ``choosers``, there is one list, whose number is ``low``. ``work`` has the head, and the tokens of
-    the sequence. Partial sums go to the rows ``part``.
+    ``work`` has the head, and the tokens of the sequence. Partial sums go to the rows ``part``.
     """
 
     work: Work
@@ -204,38 +201,14 @@ def keys_of_block(
     return KeyWork(of_head, work.start + n, n < BLOCK_SIZE, low + nth * ITEM, count, part)
 
 
-@triton.jit
-def keys_of_list(call, lists_ptr, first, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the work of a program that takes ``BLOCK_N`` keys of one list, from query ``first`` on."""
-    tiles, pid = tl.cdiv(call.slots * BLOCK_SIZE, BLOCK_N), tl.program_id(0)
-    kv_heads = call.owners * call.shared
-    query, kv_head = first + pid // (tiles * kv_heads), pid // tiles % kv_heads
-    work = locate(query, call.cu_q_ptr, call.cu_k_ptr, call.batch, 1, call.s, call.t, 1, 1, False)
-    plane, token = kv_head // call.shared, work.plane * call.s + work.row + work.start
-    list_ptr = lists_ptr + (token * call.planes + plane) * (call.slots + 1)
-    total = tl.load(list_ptr, mask=work.start < work.rows, other=0) * BLOCK_SIZE
-    x = pid % tiles * BLOCK_N
-    n = x + tl.arange(0, BLOCK_N)
-    slot = n // BLOCK_SIZE
-    block = tl.load(list_ptr + 1 + slot, mask=n < total, other=0)
-    of_head = Work(
-        work.sequence, work.plane, kv_head.to(tl.int64), 0, work.other, work.others, work.row, work.rows
-    )
-    part = ((query - first).to(tl.int64) * call.planes + plane) * call.slots + slot
-    part = (part * call.shared + kv_head % call.shared) * BLOCK_SIZE + n % BLOCK_SIZE
-    j, low = block * BLOCK_SIZE + n % BLOCK_SIZE, query * call.planes + plane
-    return KeyWork(of_head, j, n < total, low, (x < total).to(tl.int32), part)
-
-
 @triton.jit(do_not_specialize=INVERTED)
 def selected_backward_keys(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, lists_ptr, parts_ptr,
-    choosers_ptr, edges_ptr,  # lists by block; None if each program takes the keys of one list
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, parts_ptr, choosers_ptr, edges_ptr,
     alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_slopes,
-    batch, slots, owners, shared, s, t, entries, blocks, first, left, right, prefix, scale, softcap,
+    batch, owners, shared, s, t, entries, blocks, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, ITEM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -243,15 +216,12 @@ def selected_backward_keys(
 ):  # fmt: skip
     """Write partial sums of dk and dv: fp32 rows of ``D`` and ``E`` numbers.
 
-    A program computes them for ``BLOCK_N`` keys of a KV head. Its rows are the ``ROWS`` query heads of each
-    list that selects the keys, ``BLOCK_M`` of them at a time. Score tiles are transposed,
-    ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
+    A program computes them for ``BLOCK_N`` keys of a KV head, and up to ``ITEM`` lists that select their
+    block. Its rows are the ``ROWS`` query heads of each list, ``BLOCK_M`` of them at a time. Score tiles are
+    transposed, ``[BLOCK_N, BLOCK_M]``, so that the gradients of each key stay in registers.
     """
-    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, PLANES, slots, owners, shared)
-    if choosers_ptr is None:
-        found = keys_of_list(call, lists_ptr, first, BLOCK_SIZE, BLOCK_N)
-    else:
-        found = keys_of_block(call, edges_ptr, entries, blocks, BLOCK_SIZE, ITEM, BLOCK_N)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, owners, shared)
+    found = keys_of_block(call, edges_ptr, entries, blocks, BLOCK_SIZE, ITEM, BLOCK_N)
     work, in_tile, count = found.work, found.valid, found.count * ROWS
     if count <= 0:
         return
@@ -323,35 +293,30 @@ def selected_backward_keys(
 @triton.jit
 def chooser(choosers_ptr, low, n, valid):
     """Return the number of the ``n``-th list from ``low`` on; 0 if it is not ``valid``."""
-    if choosers_ptr is None:
-        return tl.where(valid, low, 0)
-    else:
-        return tl.load(choosers_ptr + low + n, mask=valid, other=0)
+    return tl.load(choosers_ptr + low + n, mask=valid, other=0)
 
 
 @triton.jit(do_not_specialize=INVERTED)
 def selected_backward_sums(
     parts_ptr, edges_ptr, dk_ptr, dv_ptr,
-    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # any of these may be None
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # either may be None
     stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
     batch, owners, shared, s, t, entries, blocks,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
-    ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: the sums of partial sums, in a fixed order.
 
-    One program adds ``BLOCK_N`` keys of one block. A block has one partial sum for each ``ITEM`` lists or,
-    with ``order``, for each entry of a list. ``ADD``: add to the values of dk and dv.
+    One program adds ``BLOCK_N`` keys of one block, which has a partial sum for each ``ITEM`` lists.
     """
     tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
     block, head = pid // (shared * tiles), pid // tiles % shared
-    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, 0, 0, owners, shared)
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, owners, shared)
     work = keys_of(block, call, BLOCK_SIZE)
     if work.start >= work.rows:
         return
-    low, count = tokens_of(edges_ptr, block, blocks, entries)
-    if order_ptr is None:
-        low, count = first_block(edges_ptr, block, entries, 1, ITEM, 0), tl.cdiv(count, ITEM)
+    _, count = tokens_of(edges_ptr, block, blocks, entries)
+    low = first_block(edges_ptr, block, entries, 1, ITEM, 0)
     n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     j, valid = work.start + n, (n < BLOCK_SIZE) & (work.start + n < work.rows)
     of_k, of_part = TilePlace(work.plane, work.row, work.head * shared + head), TilePlace(0, 0, 0)
@@ -360,12 +325,8 @@ def selected_backward_sums(
     dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg)
     dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg)
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
-    if ADD:
-        dk = gathered_tile(dk_rows, of_k, j, stride_dkt, valid, d)
-        dv = gathered_tile(dv_rows, of_k, j, stride_dvt, valid, e)
-    for x in range(low, low + count):
-        part = tl.cast(x, tl.int64) if order_ptr is None else tl.load(order_ptr + x)
-        rows = (part * shared + head) * BLOCK_SIZE + n
+    for x in range(low, low + tl.cdiv(count, ITEM)):
+        rows = (tl.cast(x, tl.int64) * shared + head) * BLOCK_SIZE + n
         more = gathered_tile(Rows(parts_ptr, 0, 0, 0), of_part, rows, D + E, valid, d)
         dk = ChannelBlocks(dk.main + more.main, dk.tail + more.tail)
         more = gathered_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, rows, D + E, valid, e)
