@@ -120,6 +120,7 @@ def _dense(build: Build) -> Prepared:
     if build.kernel in SELECTED_ENTRIES:
         launches, weights = (*plan.passes[0].products, plan.passes[0].sums), torch.empty_like(named["q"])
         of_pass = {"weights": weights, "parts": torch.empty(4096, dtype=plan.dtype, device="meta")}
+        of_pass |= {"at": torch.empty(4096, dtype=torch.int32, device="meta")}
         return launches[SELECTED_ENTRIES.index(build.kernel)], named | _inverted() | of_pass
     return getattr(plan, build.kernel.removeprefix("backward_")), named
 

@@ -17,7 +17,7 @@ from attnlib import (
     scores,
     varlen_attention_with_lse,
 )
-from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.dense import selected_tables, tables
 from attnlib.backends._triton.kernels.selected.lists import list_unions
 from attnlib.backends._triton.launching.config import power_of_two
 from attnlib.backends._triton.launching.launch import plan_cache
@@ -242,21 +242,21 @@ def test_neighbouring_queries_share_tiles(arch):
     case = tables.DenseCase(128, 128, itemsize=2, causal=True, plain=True, arch=arch, aligned=True)
 
     def shared(rows: int = 16, block_size: int = 64, slots: int = 16, case: tables.DenseCase = case) -> int:
-        return tables.neighbours(case, rows=rows, block_size=block_size, slots=slots)
+        return selected_tables.neighbours(case, rows=rows, block_size=block_size, slots=slots)
 
     assert [shared(rows=x) for x in (1, 16, 17, 32, 33, 128)] == [4, 4, 2, 2, 1, 1]
     assert [shared(block_size=x) for x in (1, 16, 32, 96, 100, 128)] == [1, 1, 4, 4, 1, 4]
     assert [shared(slots=x) for x in (0, 1, 256, 257, 512, 513)] == [1, 4, 4, 2, 2, 1]
     assert shared(case=case._replace(itemsize=4)) == 1
-    assert tables.selected(case, rows=3, block_size=64, queries=4).block_m == 16
+    assert selected_tables.forward(case, rows=3, block_size=64, queries=4).block_m == 16
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_tiles_fit_blocks_and_heads(arch):
     case = tables.DenseCase(128, 128, itemsize=2, causal=True, plain=True, arch=arch, aligned=True)
     for block_size, tile in ((1, 64), (16, 64), (32, 32), (96, 32), (100, 64), (128, 64)):
-        assert tables.selected(case, rows=4, block_size=block_size).block_n == tile
-    assert [tables.selected(case, rows=x, block_size=64).block_m for x in (1, 16, 17, 128)] == [
+        assert selected_tables.forward(case, rows=4, block_size=block_size).block_n == tile
+    assert [selected_tables.forward(case, rows=x, block_size=64).block_m for x in (1, 16, 17, 128)] == [
         16,
         16,
         32,

@@ -7,7 +7,7 @@ from kernel_helpers import DEVICE, INTERPRETED, moved
 from selected_cases import BANDS, FORMS, lists, made
 
 from attnlib import CAUSAL, Mask, attention_with_lse, mask_mod, score_mod, varlen_attention_with_lse
-from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.dense import selected_tables as tables
 from attnlib.backends._triton.launching.launch import plan_cache
 from attnlib.masks import selected
 

@@ -204,11 +204,12 @@ def test_backends_stay_small():
     a definition of the gradients. Lists of selected keys, on the torch and reference backends, brought 56,
     the two kernels of a forward over them 132, tiles of neighbouring queries 97, those over caches 200,
     gradients by three kernels 348, and the plan of Hopper's kernel for selected tokens of latents 29; over a
-    cache, the kernel and its plan brought 28. Mask and score functions in Hopper's kernels over latents
-    brought 20.
+    cache, the kernel and its plan brought 28. Gradients of lists that many heads share, as products that
+    multiply listed keys once, which is three times as fast, brought 228. Mask and score functions in Hopper's
+    kernels over latents brought 20.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 6037, f"{sum(found.values())} statements in backends/, not 6037: {found}"
+    assert sum(found.values()) <= 6265, f"{sum(found.values())} statements in backends/, not 6265: {found}"
 
 
 def test_the_benchmark_stays_small():

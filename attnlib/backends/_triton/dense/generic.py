@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import mask_tiles, selected, selected_backward, selected_entries, tables
+from . import mask_tiles, selected, selected_backward, selected_entries, selected_tables, tables
 from .selected_backward import SelectedBackward
 from .selected_entries import EntriesBackward
 from .shapes import BackwardShapes, DenseShapes
@@ -95,7 +95,7 @@ def backward(x: BackwardShapes) -> Backward | EntriesBackward | SelectedBackward
     """
     if x.selected is not None:
         (*_, planes, _), block_size = x.selected
-        by_entry = tables.adds_by_entry(rows=x.h // max(planes, x.g), block_size=block_size)
+        by_entry = selected_tables.adds_by_entry(rows=x.h // max(planes, x.g), block_size=block_size)
         return (selected_entries if by_entry else selected_backward).backward(x, *x.selected)
     from ..kernels.backward import backward_keys, backward_queries
 

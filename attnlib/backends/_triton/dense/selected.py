@@ -11,7 +11,7 @@ from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch
 from ..launching.layouts import has_slopes
 from ..launching.places import places_of
-from . import hopper_tables, tables
+from . import hopper_tables, selected_tables, tables
 from .shapes import DenseShapes
 
 
@@ -34,8 +34,8 @@ def forward(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> tuple[
     from ..kernels.selected.forward import selected_forward
 
     rows, sizes = x.h // max(indices[-2], x.g), {"block_size": block_size}
-    queries = tables.neighbours(x.case, rows=rows, slots=indices[-1], **sizes)
-    tiles = tables.selected(x.case, rows=rows, queries=queries, own_values=x.own_values, **sizes)
+    queries = selected_tables.neighbours(x.case, rows=rows, slots=indices[-1], **sizes)
+    tiles = selected_tables.forward(x.case, rows=rows, queries=queries, own_values=x.own_values, **sizes)
     found = lists(x, indices, block_size) if queries == 1 else unions(x, indices, block_size, queries)
     return (found.launch, launch_by_queries(x, selected_forward, tiles, found.arguments)), found.numbers
 

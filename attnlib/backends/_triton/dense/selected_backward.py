@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import selected, tables
+from . import selected
+from . import selected_tables as tables
 from .shapes import BackwardShapes
 
 SUMMED = 16  # keys whose partial sums one program adds
@@ -83,18 +84,15 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
 
     Partial sums take at most about ``PARTS`` bytes, but at least those of each block once.
     """
-    from ..kernels.selected.backward import (
-        selected_backward_keys,
-        selected_backward_queries,
-        selected_backward_sums,
-    )
+    from ..kernels.selected.backward import selected_backward_keys, selected_backward_queries
+    from ..kernels.selected.sums import selected_backward_sums
 
     found = selected.lists(x, indices, block_size)
     of_call, slots = found.arguments, indices[-1]
     sizes = {"rows": of_call["rows"], "block_size": block_size}
-    together = tables.neighbours(x.case, tables.selected_queries, slots=slots, **sizes)
+    together = tables.neighbours(x.case, tables.queries_pass, slots=slots, **sizes)
     union = None if together == 1 else selected.unions(x, indices, block_size, together)
-    tiles, shares = tables.selected_queries(x.case, queries=together, **sizes), x.blocks(x.s, 1)
+    tiles, shares = tables.queries_pass(x.case, queries=together, **sizes), x.blocks(x.s, 1)
     more = of_call | {
         "QUERIES": together, "stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares,
     }  # fmt: skip
@@ -105,7 +103,7 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> Se
     item = max(tables.ITEM, 1 << (entries // max(1, tables.PARTS // (4 * width))).bit_length())
     blocks = of_call["blocks"] * of_call["shared"]
     more = of_call | {"PLANES": of_call["planes"], "ROWS": of_call["rows"], "ITEM": item, "entries": entries}
-    tiles = tables.selected_keys(x.case, rows=more["ROWS"] * item, keys=block_size)
+    tiles = tables.keys_pass(x.case, rows=more["ROWS"] * item, keys=block_size)
     programs = (entries // item * of_call["shared"] + blocks) * -(-block_size // tiles.block_n)
     keys = x.launch(selected_backward_keys, programs, tiles, more)
     summed = LaunchConfig(0, min(SUMMED, 1 << (block_size - 1).bit_length()), 1, 4)

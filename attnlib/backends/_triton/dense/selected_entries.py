@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
-from . import selected, tables
+from . import selected, selected_tables
 from .selected_backward import inverted, new_ids
 from .shapes import BackwardShapes
 
@@ -31,6 +31,7 @@ class EntriesBackward(NamedTuple):
         list_blocks: the launch that writes the visible blocks of each list.
         passes: the launches that write dq, and add shares to dk and dv.
         weights: the number of probabilities and gradients of scores that a pass writes.
+        keys: the number of keys whose numbers it writes.
         parts: the number of shares in dk and dv that a pass writes, before they are added.
         dtype: the dtype of these shares.
         lists: the size of the lists in int32 values.
@@ -43,6 +44,7 @@ class EntriesBackward(NamedTuple):
     list_blocks: Launch
     passes: tuple[Pass, ...]
     weights: int
+    keys: int
     parts: int
     dtype: torch.dtype
     lists: int
@@ -57,8 +59,10 @@ class EntriesBackward(NamedTuple):
         ids, blocks = new_ids(self.list_blocks, self.passes[-1].entries.stop, q)
         self.prepare.on(tensors)
         self.list_blocks.on(tensors | {"block_ids": ids})
-        weights, parts = q.new_empty(self.weights), q.new_empty(self.parts, dtype=self.dtype)
-        tensors = tensors | {"weights": weights, "parts": parts}
+        tensors = tensors | {
+            "weights": q.new_empty(self.weights), "at": q.new_empty(self.keys, dtype=torch.int32),
+            "parts": q.new_empty(self.parts, dtype=self.dtype),
+        }  # fmt: skip
         if is_added := len(self.passes) > 1:
             tensors |= {x: torch.empty_like(tensors[x], dtype=torch.float32) for x in ("dk", "dv")}
         for entries, products, sums in self.passes:
@@ -83,28 +87,31 @@ def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> En
     weights, parts = 2 * x.h * width, x.g * keys * (x.case.head_dim + x.case.value_dim)  # of a query
     # Shares in fp16 may overflow before they are added.
     dtype = torch.float32 if x.out.dtype == torch.float16 else x.out.dtype
-    chunk = min(count, max(1, tables.PARTS // (x.case.itemsize * weights + dtype.itemsize * parts)))
+    chunk = min(count, max(1, selected_tables.PARTS // (x.case.itemsize * weights + dtype.itemsize * parts)))
     more = of_call | {
         "width": width, "stride_sb": 1 if x.packed else x.h * shares, "stride_sh": shares,
     }  # fmt: skip
     starts = range(0, max(1, count), max(1, chunk))
     passes = tuple(_pass(x, more, range(start, min(start + chunk, count)), entries) for start in starts)
     return EntriesBackward(
-        x.prepare(), found.launch, passes, chunk * weights, chunk * parts, dtype, found.numbers,
-        shares if x.learns_slopes else None,
+        x.prepare(), found.launch, passes, chunk * weights, chunk * x.g * width, chunk * parts, dtype,
+        found.numbers, shares if x.learns_slopes else None,
     )  # fmt: skip
 
 
 def _pass(x: BackwardShapes, more: dict[str, int], queries: range, entries: int) -> Pass:
     """Return the launches for the lists of some queries, which have ``entries`` entries each."""
-    from ..kernels.selected.entries import selected_parts, selected_queries, selected_sums, selected_weights
+    from ..kernels.selected.backward import selected_weights
+    from ..kernels.selected.sums import selected_parts, selected_queries, selected_sums
 
     rows, block_size = more["rows"], more["BLOCK_SIZE"]
     of_pass, keys = slice(queries.start * entries, queries.stop * entries), more["slots"] * block_size
     units = len(queries) * x.h // rows  # lists of a KV head
     more = more | {"first": queries.start, "entries": of_pass.stop - of_pass.start, "ADD": queries.start > 0}
 
-    of_weights, of_queries, of_parts = (tables.by_entry(x.case, name, rows=rows) for name in tables.ENTRIES)
+    of_weights, of_queries, of_parts = (
+        selected_tables.by_entry(x.case, name, rows=rows) for name in selected_tables.ENTRIES
+    )
     parts = 1 if x.learns_slopes else max(1, -(-keys // of_weights.tiles.block_n))
     programs = units * -(-rows // of_weights.tiles.block_m) * parts
     weights = x.launch(selected_weights, programs, *of_weights.arguments(more | {"parts": parts}))

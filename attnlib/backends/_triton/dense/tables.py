@@ -1,10 +1,9 @@
 """Tile tables of the generic kernels for calls without a cache. Pure functions; imports no Triton."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
-from ..launching.config import LaunchConfig, fitting, in_blocks, power_of_two, widths
+from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
 # The keys and values of heads that run together may take this many bytes, about half of an H200's L2 cache.
 L2 = 24 << 20
@@ -229,68 +228,6 @@ MEAN_WEIGHTS = (
     (256, LaunchConfig(32, 32, 1, 4)),
     (WIDEST, LaunchConfig(32, 32, 1, 8)),
 )
-# Keys that lists select for one query: the rows of a tile are the heads that share a list. A prototype with
-# these tiles for 128 channels computed 136 TFLOP/s (64/4 heads, 16 blocks of 64 of 32k keys, H100, 2026-11).
-SELECTED = (
-    (128, LaunchConfig(64, 64, 2, 4)),
-    (256, LaunchConfig(64, 32, 2, 4)),
-    (WIDEST, LaunchConfig(64, 32, 2, 8)),  # 64 x 64 takes 345 KB of shared memory (sm_90, triton 3.6)
-)
-# Values that are the first channels of the keys take no shared memory of their own. For 4,096 queries of 128
-# heads that select 2,048 of 32k latents, 64 x 32 takes 15.2 ms and this 11.4 (H100, 2026-11-28, with a slower
-# list_blocks than today's).
-SELECTED_LATENTS = LaunchConfig(64, 64, 2, 8)
-SELECTED_SMALL = (
-    (128, LaunchConfig(64, 64, 2, 4)),
-    (256, LaunchConfig(32, 32, 2, 4)),
-    (WIDEST, LaunchConfig(32, 16, 2, 8)),
-)
-SELECTED_FP32 = (
-    (64, LaunchConfig(32, 32, 1, 4)),
-    (128, LaunchConfig(32, 32, 1, 8)),
-    (WIDEST, LaunchConfig(16, 16, 1, 8)),
-)
-UNION = 1024  # entries of lists of neighbouring queries that one program sorts (more are not timed)
-# Their gradients. A program for queries keeps q and dout; one for keys keeps k, v and the sums of dk and dv.
-# With 16 blocks of 64, 64/4 heads d128 and 32k queries, dk and dv take 6.9 ms with 64 x 64 and 2 stages, and
-# 6.1 ms with 32 x 64 and 3 (H100, 2026-11-28). The tiles for 256 channels are not timed.
-SELECTED_QUERIES = (
-    (128, LaunchConfig(64, 64, 2, 4)),
-    (256, LaunchConfig(64, 32, 2, 8)),
-    (WIDEST, LaunchConfig(32, 32, 2, 8)),  # 64 x 16 takes 238 KB of shared memory (sm_100, triton 3.6)
-)
-SELECTED_KEYS = (
-    (128, LaunchConfig(32, 64, 3, 4)),
-    (256, LaunchConfig(64, 32, 2, 8)),
-    (WIDEST, LaunchConfig(64, 16, 2, 8)),  # 64 x 32 takes 237 KB (sm_90, triton 3.9)
-)
-SELECTED_BACKWARD_SMALL = (*BACKWARD_KEYS_SMALL[:3], BACKWARD_KEYS_SMALL[-1])
-PARTS = 1 << 30  # bytes of partial sums of dk and dv at a time
-
-
-class EntryTiles(NamedTuple):
-    """The tiles of a product over listed keys, and how many channels of a head it takes at a time."""
-
-    tiles: LaunchConfig
-    channels: int
-
-    def arguments(self, more: dict) -> tuple[LaunchConfig, dict]:
-        """Return the tiles and the arguments of a launch."""
-        return self.tiles, more | {"CHANNELS": self.channels}
-
-
-# The products of a backward over lists that many heads share: of keys with q and with the gradients of
-# outputs, of the gradients of scores with keys, and of both matrices of weights with q and with the gradients
-# of outputs. With 2,048 queries of 128 heads, 2,048 of 32k latents take 3.8, 3.3 and 5.0 ms (H100,
-# 2026-11-28); 128 x 128 and 8 warps took 4.2, 256 channels 3.6, and stores by TMA 6.8. Tiles for little
-# shared memory are not timed.
-ENTRIES = {
-    "weights": (EntryTiles(LaunchConfig(64, 128, 3, 4), 64), EntryTiles(LaunchConfig(64, 64, 2, 4), 32)),
-    "queries": (EntryTiles(LaunchConfig(128, 64, 3, 4), 128), EntryTiles(LaunchConfig(64, 32, 2, 4), 64)),
-    "parts": (EntryTiles(LaunchConfig(128, 128, 3, 8), 64), EntryTiles(LaunchConfig(128, 32, 2, 4), 64)),
-}
-ENTRIES_FP32 = EntryTiles(LaunchConfig(16, 32, 1, 4), 16)
-ITEM = 512  # lists with a block that a program adds up, or twice, four times, ... as many for fewer sums
 
 
 def maxima(case: DenseCase, *, keys: int) -> LaunchConfig:
@@ -305,7 +242,7 @@ def mass(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 def row_weights(case: DenseCase) -> LaunchConfig:
     """Return the tiles of the kernel that computes the probabilities of some rows."""
-    return fitting(STATISTICS_FP32 if case.itemsize > 2 else ROW_WEIGHTS, _widest(case))
+    return fitting(STATISTICS_FP32 if case.itemsize > 2 else ROW_WEIGHTS, widest_of(case))
 
 
 def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
@@ -313,81 +250,8 @@ def mean_weights(case: DenseCase, *, group: int) -> LaunchConfig:
 
     Its rows are the ``group`` query heads that share a key.
     """
-    config = fitting(STATISTICS_FP32 if case.itemsize > 2 else MEAN_WEIGHTS, _widest(case))
+    config = fitting(STATISTICS_FP32 if case.itemsize > 2 else MEAN_WEIGHTS, widest_of(case))
     return config._replace(block_m=min(config.block_m, power_of_two(group)))
-
-
-def selected(
-    case: DenseCase, *, rows: int, block_size: int, queries: int = 1, own_values: bool = True
-) -> LaunchConfig:
-    """Return the tiles of the forward over keys that lists select in blocks of ``block_size`` keys.
-
-    Its rows are the query heads of ``queries`` neighbouring queries that share a list and a KV head.
-    """
-    if not own_values and case.arch == 90 and case.itemsize == 2 and _widest(case) > 256:
-        tiles = SELECTED_LATENTS._replace(block_m=min(64, power_of_two(rows * queries)))
-        return in_blocks(tiles, block_size)
-    return _of_lists(case, SELECTED, SELECTED_SMALL, SELECTED_FP32, rows * queries, block_size)
-
-
-def neighbours(case: DenseCase, tiled: Callable = selected, *, rows: int, block_size: int, slots: int) -> int:
-    """Return how many neighbouring queries share tiles, which ``tiled`` returns: of keys that some select.
-
-    If neighbours choose alike, such tiles read keys once for all of them. Otherwise each query computes the
-    scores of all, which takes no longer than reading keys. With 16 of 512 blocks of 64, 16 heads and d = 128,
-    single queries take 10.1 ms; four together take 3.1 if they choose alike, and 9.2 at random (H100,
-    2026-11-28). fp32 is bound by its products.
-    """
-    for queries in (4, 2):
-        tiles = tiled(case, rows=rows, block_size=block_size, queries=queries)
-        is_whole = block_size % tiles.block_n == 0 and rows * queries <= tiles.block_m
-        if is_whole and case.itemsize == 2 and 0 < queries * slots <= UNION:
-            return queries
-    return 1
-
-
-def selected_queries(case: DenseCase, *, rows: int, block_size: int, queries: int = 1) -> LaunchConfig:
-    """Return the tiles of the pass over queries of a backward with lists; they divide blocks as above."""
-    table = SELECTED_QUERIES, SELECTED_BACKWARD_SMALL, BACKWARD_FP32
-    return _of_lists(case, *table, rows * queries, block_size)
-
-
-def selected_keys(case: DenseCase, *, rows: int, keys: int) -> LaunchConfig:
-    """Return the tiles of the pass over keys of a backward with lists.
-
-    A program has up to ``rows`` rows, and one of the tiles of ``keys`` adjacent keys.
-    """
-    table = SELECTED_KEYS if case.arch in ROOMY else SELECTED_BACKWARD_SMALL
-    config = fitting(BACKWARD_FP32 if case.itemsize > 2 else table, _widest(case))
-    block_m, block_n = (min(x, power_of_two(n)) for x, n in zip(config[:2], (rows, keys), strict=True))
-    return config._replace(block_m=block_m, block_n=block_n)
-
-
-def adds_by_entry(*, rows: int, block_size: int) -> bool:
-    """True if each entry of a list has shares in dk and dv, False if many lists with the same block do.
-
-    The first form reads the queries of a list once, but writes and reads shares of each selected key:
-    ``rows`` FLOPs per byte of memory. The second form keeps a block of keys, and reads the queries of all
-    lists that have it: ``2 * block_size`` FLOPs per byte of the L2 cache. The factor 8 is computed from this,
-    not measured. In the first form, a program has all rows, of which only 128 fit.
-    """
-    return 8 * block_size <= rows <= 128
-
-
-def by_entry(case: DenseCase, product: str, *, rows: int) -> EntryTiles:
-    """Return the tiles of one of the products ``ENTRIES``, for ``rows`` heads that share a list."""
-    tiles, channels = ENTRIES[product][0 if case.arch in ROOMY else 1] if case.itemsize == 2 else ENTRIES_FP32
-    most = power_of_two(rows)
-    block_m = most if product == "parts" else min(tiles.block_m, most)
-    return EntryTiles(tiles._replace(block_m=block_m), min(channels, power_of_two(case.value_dim)))
-
-
-def _of_lists(
-    case: DenseCase, large: tuple, small: tuple, fp32: tuple, rows: int, block_size: int
-) -> LaunchConfig:
-    table = large if case.arch in ROOMY else small
-    config = fitting(fp32 if case.itemsize > 2 else table, _widest(case))
-    return in_blocks(config._replace(block_m=min(config.block_m, power_of_two(rows))), block_size)
 
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
@@ -419,7 +283,7 @@ def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
     return _first_that_fits(case, keys, large, BACKWARD_QUERIES_WIDE, BACKWARD_QUERIES_SMALL, BACKWARD_FP32)
 
 
-def _widest(case: DenseCase) -> int:
+def widest_of(case: DenseCase) -> int:
     """Return the larger width of a key or value. Keys count unpadded, since wide keys use two blocks.
 
     Wide heads count as the widest if they need more shared memory: for tensors read per pair, or because
@@ -435,13 +299,13 @@ def _has_wide_tiles(case: DenseCase) -> bool:
     Without TMA, which needs aligned rows, they would spill in their loops.
     """
     fits = case.arch in ROOMY and case.itemsize == 2 and case.aligned and case.gathers < 2
-    return fits and _widest(case) > WIDE
+    return fits and widest_of(case) > WIDE
 
 
 def _first_that_fits(
     case: DenseCase, keys: int, large: tuple, wide: tuple, small: tuple, fp32: tuple
 ) -> LaunchConfig:
-    widest = _widest(case)
+    widest = widest_of(case)
     # A tensor that is read for each query-key pair takes as many tiles of shared memory as there are stages.
     fits = case.plain and case.aligned and case.arch in ROOMY and not case.gathers and widest <= large[-1][0]
     large = wide if _has_wide_tiles(case) else large if fits else small
@@ -450,7 +314,7 @@ def _first_that_fits(
 
 def _fitted(table: tuple, case: DenseCase, keys: int) -> LaunchConfig:
     """Return the entry of a table for a case: with few stages for many tensors, and TMA where it pays."""
-    config = fitting(table, _widest(case))
+    config = fitting(table, widest_of(case))
     stages = 1 if case.gathers > 2 else config.stages
     return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
 

@@ -1,19 +1,53 @@
-"""The backward over lists of which each entry has partial sums of dk and dv: lists of many heads.
+"""Gradients as products with given weights of listed keys, and sums of what single lists contribute.
 
-Three matrix products follow each other. ``selected_weights`` writes the probabilities of the listed keys and
-the gradients of their scores. ``selected_queries`` multiplies these with keys, which is dq, and
-``selected_parts`` with queries and with the gradients of outputs, which are the shares of one query in dk and
-dv. ``selected_sums`` adds the shares of all queries in the order of lists, without atomics.
+If many heads share a list, ``selected_weights`` multiplies its keys once. ``selected_queries`` multiplies the
+gradients of scores with keys, which is dq, and ``selected_parts`` both weights with queries and with the
+gradients of outputs, which are the shares of one query in dk and dv. Sums have a fixed order.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..band import KeyBand, bounds, origin_of, visible
-from ..scores import Modifiers, changed, load_slope, modify, placed, unchanged, unit_behind
-from ..tile import COUNTS, locate, tokens_of
-from .backward import INVERTED, SelectedCall, keys_of
-from .forward import blocks_at
+from ..tile import (
+    COUNTS,
+    ChannelBlocks,
+    Channels,
+    Rows,
+    TilePlace,
+    first_block,
+    gathered_tile,
+    locate,
+    scatter_tile,
+    tokens_of,
+    zeros,
+)
+
+# Triton must not specialize on the counts of inverted lists either.
+INVERTED = (*COUNTS, "owners", "shared", "entries", "blocks", "first")
+
+
+class SelectedCall(NamedTuple):
+    """The offsets and counts of a call with lists; ``list_blocks`` explains owners.
+
+    Each owner's blocks belong to ``shared`` KV heads.
+    """
+
+    cu_q_ptr: tl.tensor | None
+    cu_k_ptr: tl.tensor | None
+    batch: tl.tensor
+    s: tl.tensor
+    t: tl.tensor
+    owners: tl.tensor
+    shared: tl.tensor
+
+
+@triton.jit
+def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
+    """Return the work of a block of keys, with the number of its owner in place of a head."""
+    sizes = call.owners, call.t, call.s, 1  # blocks of an owner follow each other, and share queries in L2
+    return locate(block, call.cu_k_ptr, call.cu_q_ptr, call.batch, *sizes, BLOCK_SIZE, False)
 
 
 @triton.jit
@@ -24,112 +58,12 @@ def load_part(at, c, rows, ALL: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "first", "parts"))
-def selected_weights(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, lists_ptr, weights_ptr,
-    dslopes_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # all tensors from here on may be None
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors, score_tensors, grad_tensors,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
-    stride_dob, stride_dos, stride_doh, stride_lb, stride_lh, stride_slopes, stride_sb, stride_sh,
-    batch, heads, group, rows, planes, slots, s, t, left, right, prefix, first, parts, width, scale, softcap,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHANNELS: tl.constexpr, STAGES: tl.constexpr, OWN_VALUES: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
-):  # fmt: skip
-    """Write ``weights`` ``[queries, 2, h, width]``: probabilities, and gradients of scaled products.
-
-    They belong to listed keys, from query ``first`` on. One program has ``BLOCK_M`` of the ``rows``
-    heads that share a list and a KV head, and one of ``parts`` parts of the list. It multiplies ``CHANNELS``
-    channels at a time. Gradients of slopes are those of ``selected_backward_queries``; they need one part.
-    """
-    head_tiles = tl.cdiv(rows, BLOCK_M)
-    units = heads // rows * head_tiles * parts
-    pid, number = tl.program_id(0), tl.program_id(0) // units
-    work = locate(first + number, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, 1, s, t, 1, 1, False)
-    if work.start >= work.rows:
-        return
-    unit = pid // parts % (heads // rows * head_tiles)
-    of_list, m = unit // head_tiles * rows, unit % head_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = m < rows
-    head = tl.where(valid, of_list + m, of_list).to(tl.int64)
-    sequence, keys, plane, token = work.sequence, work.others, work.plane, work.row + work.start
-    list_ptr = lists_ptr + ((plane * s + token) * planes + of_list * planes // heads) * (slots + 1)
-    total = tl.load(list_ptr) * BLOCK_SIZE
-    tiles = tl.cdiv(tl.cdiv(total, BLOCK_N), parts)
-    begin = pid % parts * tiles * BLOCK_N
-    end = tl.minimum(begin + tiles * BLOCK_N, total)
-    if begin >= end:
-        return
-    origin = origin_of(origin_ptr, sequence, batch)
-    low, high = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
-    band = KeyBand(low, high, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)[:, None]
-    modifiers = Modifiers(scale, softcap, slope)
-
-    q_at = q_ptr + (plane * stride_qb + token * stride_qs) + head * stride_qh
-    dout_at = dout_ptr + (plane * stride_dob + token * stride_dos) + head * stride_doh
-    kv_head = of_list // group
-    k_ptr += plane * stride_kb + work.other * stride_kt + kv_head * stride_kg
-    v_ptr += plane * stride_vb + work.other * stride_vt + kv_head * stride_vg
-    at = plane * stride_lb + token + head * stride_lh
-    lse2 = tl.load(lse2_ptr + at, mask=valid, other=float("inf"))[:, None]
-    delta = tl.load(delta_ptr + at, mask=valid, other=0.0)[:, None]
-    p_at = weights_ptr + (tl.cast(number, tl.int64) * 2 * heads + head) * width
-    i, dslope = tl.zeros([1, 1], tl.int32) + (keys - work.rows + work.start), tl.zeros([BLOCK_M], tl.float32)
-    for x in range(begin, end, BLOCK_N):
-        n = x + tl.arange(0, BLOCK_N)
-        key = (
-            blocks_at(list_ptr + 1, x, total, BLOCK_SIZE, BLOCK_N) * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
-        )
-        j = key[None, :]
-        seen = visible(i, j, band) & (n < end)[None, :]
-        loaded = tl.max(seen.to(tl.int32), 0) > 0
-        key = tl.where(loaded, key, 0).to(tl.int64)
-        k_at, v_at = k_ptr + key * stride_kt, v_ptr + key * stride_vt
-        s_ij, dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if OWN_VALUES or E % CHANNELS > 0:
-            for c in tl.range(0, E, CHANNELS, num_stages=STAGES):
-                v = load_part(v_at, c, loaded, E, CHANNELS)
-                dp = tl.dot(load_part(dout_at, c, valid, E, CHANNELS), v.T, dp, input_precision=PRECISION)
-            SHARED: tl.constexpr = 0
-        else:  # the values are the first channels of the keys
-            for c in tl.range(0, E, CHANNELS, num_stages=STAGES):
-                k = load_part(k_at, c, loaded, E, CHANNELS).T
-                dp = tl.dot(load_part(dout_at, c, valid, E, CHANNELS), k, dp, input_precision=PRECISION)
-                s_ij = tl.dot(load_part(q_at, c, valid, E, CHANNELS), k, s_ij, input_precision=PRECISION)
-            SHARED: tl.constexpr = E
-        for c in tl.range(SHARED, D, CHANNELS, num_stages=STAGES):
-            k = load_part(k_at, c, loaded, D, CHANNELS)
-            s_ij = tl.dot(load_part(q_at, c, valid, D, CHANNELS), k.T, s_ij, input_precision=PRECISION)
-
-        place = placed(origin, sequence, head[:, None].to(tl.int32), i, j, keys - work.rows)
-        if MASK is not None:
-            seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
-        seen = seen & valid[:, None]
-        s_ij, derivative = modify(s_ij, modifiers, i + band.offset, j)
-        score = changed(s_ij, modifiers, place, score_tensors, SCORE)
-        p = tl.where(seen, tl.exp2(score * unit_behind(modifiers, SCORE) - lse2), 0.0)
-        ds = tl.where(seen, p * (dp - delta), 0.0)
-        ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
-        if dslopes_ptr is not None:
-            dslope -= tl.sum(ds * tl.abs(i + band.offset - j).to(tl.float32), 1)
-        ds = tl.where(seen, ds * derivative, 0.0)
-        stored = valid[:, None] & (n < width)[None, :]
-        p_to = p_at[:, None] + n[None, :]
-        tl.store(p_to, p.to(weights_ptr.dtype.element_ty), mask=stored)
-        tl.store(p_to + heads * width, ds.to(weights_ptr.dtype.element_ty), mask=stored)
-    if dslopes_ptr is not None:  # packed sequences share a row, and each has one more number at its end
-        tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + token, dslope, mask=valid)
-
-
 @triton.jit(do_not_specialize=(*COUNTS, "first"))
 def selected_queries(
-    k_ptr, lists_ptr, weights_ptr, dq_ptr,
-    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,  # any of these may be None
+    k_ptr, lists_ptr, weights_ptr, at_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # either may be None
     stride_kb, stride_kt, stride_kg, stride_dqb, stride_dqs, stride_dqh,
-    batch, heads, group, rows, planes, slots, s, t, left, right, prefix, first, width, scale,
+    batch, heads, group, rows, planes, slots, s, t, first, width, scale,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -147,19 +81,17 @@ def selected_queries(
     plane, token, c = work.plane, work.row + work.start, pid % parts * CHANNELS
     list_ptr = lists_ptr + ((plane * s + token) * planes + of_list * planes // heads) * (slots + 1)
     total = tl.load(list_ptr) * BLOCK_SIZE
-    origin = origin_of(origin_ptr, work.sequence, batch)
-    low, high = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.others)
-    band = KeyBand(low, high, left, right, prefix, origin.query - origin.key, origin.key)
-    i = work.others - work.rows + work.start
     k_ptr += plane * stride_kb + work.other * stride_kt + of_list // group * stride_kg
     ds_at = weights_ptr + ((tl.cast(number, tl.int64) * 2 + 1) * heads + head) * width
     dq = tl.zeros([BLOCK_M, CHANNELS], tl.float32)
-    following = blocks_at(list_ptr + 1, 0, total, BLOCK_SIZE, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    at_ptr += (tl.cast(number, tl.int64) * (heads // rows) + unit // head_tiles) * width
+    following = tl.load(at_ptr + n, mask=n < total, other=-1)
     for x in tl.range(0, total, BLOCK_N, num_stages=STAGES):
-        n = x + tl.arange(0, BLOCK_N)
-        key = following * BLOCK_SIZE + n % BLOCK_SIZE - origin.key
-        following = blocks_at(list_ptr + 1, x + BLOCK_N, total, BLOCK_SIZE, BLOCK_N)
-        loaded = (n < total) & visible(i, key, band)  # a gradient of 0 must not meet a hidden NaN
+        # Keys are read one tile ahead, so that the loads of their rows do not wait for them.
+        n, key = x + tl.arange(0, BLOCK_N), following
+        following = tl.load(at_ptr + (n + BLOCK_N), mask=n + BLOCK_N < total, other=-1)
+        loaded = key >= 0  # a gradient of 0 must not meet a hidden NaN
         k = load_part(k_ptr + tl.where(loaded, key, 0).to(tl.int64) * stride_kt, c, loaded, D, CHANNELS)
         ds = tl.load(ds_at[:, None] + n[None, :], mask=valid[:, None] & (n < total)[None, :], other=0.0)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
@@ -275,3 +207,42 @@ def store_row(ptr, row, ALL: tl.constexpr):
     """Write the first ``ALL`` numbers of a row."""
     columns = tl.arange(0, row.shape[0])
     tl.store(ptr + columns, row.to(ptr.dtype.element_ty), mask=columns < ALL)
+
+
+@triton.jit(do_not_specialize=INVERTED)
+def selected_backward_sums(
+    parts_ptr, edges_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,  # either may be None
+    stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
+    batch, owners, shared, s, t, entries, blocks,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: the sums of partial sums, in a fixed order.
+
+    One program adds ``BLOCK_N`` keys of one block, which has a partial sum for each ``ITEM`` lists.
+    """
+    tiles, pid = tl.cdiv(BLOCK_SIZE, BLOCK_N), tl.program_id(0)
+    block, head = pid // (shared * tiles), pid // tiles % shared
+    call = SelectedCall(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, s, t, owners, shared)
+    work = keys_of(block, call, BLOCK_SIZE)
+    if work.start >= work.rows:
+        return
+    _, count = tokens_of(edges_ptr, block, blocks, entries)
+    low = first_block(edges_ptr, block, entries, 1, ITEM, 0)
+    n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    j, valid = work.start + n, (n < BLOCK_SIZE) & (work.start + n < work.rows)
+    of_k, of_part = TilePlace(work.plane, work.row, work.head * shared + head), TilePlace(0, 0, 0)
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg)
+    dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg)
+    dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
+    for x in range(low, low + tl.cdiv(count, ITEM)):
+        rows = (tl.cast(x, tl.int64) * shared + head) * BLOCK_SIZE + n
+        more = gathered_tile(Rows(parts_ptr, 0, 0, 0), of_part, rows, D + E, valid, d)
+        dk = ChannelBlocks(dk.main + more.main, dk.tail + more.tail)
+        more = gathered_tile(Rows(parts_ptr + D, 0, 0, 0), of_part, rows, D + E, valid, e)
+        dv = ChannelBlocks(dv.main + more.main, dv.tail + more.tail)
+    scatter_tile(dk_rows, of_k, j, stride_dkt, valid, dk, 1.0, d)
+    scatter_tile(dv_rows, of_k, j, stride_dvt, valid, dv, 1.0, e)
