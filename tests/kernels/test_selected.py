@@ -195,7 +195,7 @@ def test_lists_of_neighbours_change_no_bit():
         out, lse = found(others)
         assert_same_bits((out[:, query], expected[0][:, query]), (lse[..., query], expected[1][..., query]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "neighbours", lambda *a, **b: 1)
+        patch.setattr(selected_tables, "neighbours", lambda *a, **b: 1)
         plan_cache.cache_clear()
         for x, y in zip(found(indices), expected, strict=True):
             torch.testing.assert_close(x, y)
