@@ -171,6 +171,30 @@ def test_other_pages_are_the_same_bits_a_hundred_times(divided):
 
 
 @pytest.mark.parametrize("processors", [1, 5000])
+def test_calls_that_follow_each_other_at_once(processors, divided):
+    """Their kernels start before the ones before them end, and their lists take the same memory."""
+    divided(processors)
+    call = call_of(counts=2, page_size=16)
+    q, view = call.q.to(DEVICE), call.stored.view
+    chosen = [listed(call, n, seed=n).to(DEVICE) for n in (2048, 2040, 130)]
+    apart = []
+
+    def run(indices: Tensor) -> tuple[Tensor, Tensor]:
+        return cached_attention_with_lse(q, view, mask=CAUSAL & selected(indices), backend="triton")
+
+    for indices in chosen:
+        apart.append(run(indices))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run(chosen[n % 3]) for n in range(30)]
+    graph.replay()
+    for found in (captured, [run(chosen[n % 3]) for n in range(300)]):
+        for n, one in enumerate(found):
+            assert_same_bits(*zip(one, apart[n % 3], strict=True))
+
+
+@pytest.mark.parametrize("processors", [1, 5000])
 def test_a_graph_takes_other_entries_and_lengths(processors, divided):
     divided(processors)
     call = call_of(counts=2, page_size=16)
