@@ -64,11 +64,11 @@ def test_every_kernel_is_built_for_every_chip():
 
 
 def test_tokens_of_latents_are_for_hoppers_own_kernel():
-    """Of lists for all heads in 16 bits; few queries divide a list into pairs of tiles of 64 tokens."""
+    """Of lists for all heads; few queries divide a list into pairs of tiles of 64 tokens."""
     latents = CachedBuild("selected_decode", 90, WIDE_MLA, block=1, sequences=64)
     for changes, splits in (({}, 1), ({"sequences": 1}, 16), ({"sequences": 8, "packed": True}, 8)):
-        for page in (64, 16, 0):
-            call = latents._replace(page=page, softcap=True, sinks=True, **changes)
+        for page, store in ((64, ""), (16, "int8"), (0, "fp8")):
+            call = latents._replace(page=page, store=store, softcap=True, sinks=True, **changes)
             launch, named = prepared(call)
             assert launch.kernel.__name__ == "selected_latents"
             assert (launch.arguments["splits"], launch.arguments["SPLIT"]) == (splits, splits > 1)
@@ -79,7 +79,8 @@ def test_tokens_of_latents_are_for_hoppers_own_kernel():
             assert launch.options["launch_pdl"]
             assert named["k"].shape[-1] + named["k_rope"].shape[-1] == 576
     generic = (
-        {"layer": MLA}, {"layer": WIDE_MLA._replace(heads=96)}, {"store": "int8"}, {"dtype": "fp32"},
+        {"layer": MLA}, {"layer": WIDE_MLA._replace(heads=96)}, {"dtype": "fp8", "store": "fp8"},
+        {"dtype": "fp32"}, {"dtype": "fp32", "store": "int8"},
         {"slopes": True}, {"function": "documents"}, {"function": "relative"}, {"aligned": False},
         {"block": 2}, {"arch": 100},
     )  # fmt: skip

@@ -256,8 +256,8 @@ def selected_latents(case: DecodeCase) -> LaunchConfig | None:
     [64, None, 64]
     """
     fits = case.arch == 90 and case.aligned and case.latent and case.rows % HOPPER_SELECTED.block_m == 0
-    channels = case.head_dim, case.tail, case.value_dim, case.itemsize
-    return HOPPER_SELECTED if fits and channels == (512, 64, 512, 2) else None
+    channels = case.head_dim, case.tail, case.value_dim
+    return HOPPER_SELECTED if fits and channels == (512, 64, 512) and case.itemsize <= 2 else None
 
 
 def listing(slots: int) -> LaunchConfig:

@@ -18,12 +18,13 @@ LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1,
 class SelectedRows(NamedTuple):
     """The rows of latents of a sequence or of a cache, and the list that selects ``count`` of them.
 
-    A cache has rotary channels in the rows at ``tail_ptr``. Without a cache, this is None, and the rotary
-    channels follow the latent's.
+    A cache has rotary channels in the rows at ``tail_ptr``, and an int8 or fp8 cache has a scale per row at
+    ``scale_ptr``. Without a cache, these are None, and the rotary channels follow the latent's.
     """
 
     k_ptr: gl.tensor
     tail_ptr: gl.tensor
+    scale_ptr: gl.tensor
     stride_kt: gl.tensor
     stride_tt: gl.tensor
     list_ptr: gl.tensor
@@ -31,7 +32,7 @@ class SelectedRows(NamedTuple):
 
 
 @gluon.jit
-def rows_of_tile(tile, rows):
+def rows_of_tile(tile, rows, LAYOUT: gl.constexpr):
     """Load the selected rows of a tile. The last row of a list fills up its last tile.
 
     An empty list has no tiles; the number that is loaded for it is its count, which lies before its rows. For
@@ -42,7 +43,7 @@ def rows_of_tile(tile, rows):
 
 
 @gluon.jit
-def copy_channels(at, FIRST: gl.constexpr, tile):
+def copy_channels(at, FIRST: gl.constexpr, tile, LAYOUT: gl.constexpr):
     """Start to copy channels of a tile's rows to shared memory, from channel ``FIRST`` on."""
     c = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     copy_by_pointers(tile, at[:, None] + c[None, :])
@@ -62,24 +63,30 @@ def gather(rows, shared):
     """
     CACHED: gl.constexpr = rows.tail_ptr is not None
     tiles = gl.cdiv(gl.cdiv(rows.count, TOKENS), 2) * 2  # the last one may only repeat a row
-    following = rows_of_tile(0, rows)
+    following = rows_of_tile(0, rows, LAYOUT)
     for t in range(tiles):
         slot = t % 2
-        row, following = following, rows_of_tile(t + 1, rows)
+        row, following = following, rows_of_tile(t + 1, rows, LAYOUT)
         # Rows begin at multiples of 16 bytes, which Triton has to know in order to copy 16 bytes at once.
         at = rows.k_ptr + gl.multiple_of(row.to(gl.int64) * rows.stride_kt, 8)
         if t >= 2:
             barrier_sync(LEFT + slot, WITH_LOADERS)
-        copy_channels(at, 0, shared.left.index(slot))
+        copy_channels(at, 0, shared.left.index(slot), LAYOUT)
         mark_full_later(shared.left_full.index(slot))
         if t >= 2:
             barrier_sync(RIGHT + slot, WITH_LOADERS)
-        copy_channels(at, HALF, shared.right.index(slot))
+        copy_channels(at, HALF, shared.right.index(slot), LAYOUT)
         if CACHED:
             at = rows.tail_ptr + gl.multiple_of(row.to(gl.int64) * rows.stride_tt, 8)
-        copy_channels(at, 0 if CACHED else 2 * HALF, shared.tail.index(slot))
+        copy_channels(at, 0 if CACHED else 2 * HALF, shared.tail.index(slot), LAYOUT)
         mark_full_later(shared.right_full.index(slot))
-    if tiles > 0:  # an incomplete barrier would hang the next program
+    finish(tiles)
+
+
+@gluon.jit
+def finish(tiles):
+    """Complete the named barriers after the last tile; an incomplete one would hang the next program."""
+    if tiles > 0:
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, WITH_LOADERS)
             barrier_sync(RIGHT + slot, WITH_LOADERS)
