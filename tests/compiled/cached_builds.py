@@ -174,7 +174,8 @@ def _selected(arch: int) -> Iterator[CachedBuild]:
     """Calls whose lists select tokens of latents for all heads, or blocks for each KV head."""
     listed, decode, merge = (partial(CachedBuild, kernel, arch) for kernel in SELECTED)
     stores = ("", "int8") if arch in WITHOUT_FP8 else ("", "int8", "fp8")
-    yield listed(WIDE_MLA, block=1)
+    for layer in (MLA, WIDE_MLA):
+        yield listed(layer, block=1)
     for layer, store in product((MLA, WIDE_MLA), stores):
         yield decode(layer, store=store, block=1)
     for store in stores:

@@ -208,7 +208,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "dlse": numbers(*rowwise, given=build.dlse), "dq_sums": numbers(4096),
         "lists": numbers(4096, dtype=torch.int32, given=has_lists), "lengths": None,
         "selected": numbers(*rows, lists, 64 // lists, dtype=torch.int32, given=build.block),
-        **dict.fromkeys(("block_ids", "k_rope", "table", "split")),
+        **dict.fromkeys(("block_ids", "k_rope", "k_scale", "table", "split")),
         "states": numbers(4096, dtype=torch.int32, given=build.function == "tree"),
         "alibi_slopes": numbers(query_heads, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(query_heads, given=build.sinks),

@@ -64,22 +64,30 @@ def test_every_kernel_is_built_for_every_chip():
 
 
 def test_tokens_of_latents_are_for_hoppers_own_kernel():
-    """Of lists for all heads in 16 bits; few queries divide a list into pairs of tiles of 64 tokens."""
+    """Of lists for all heads; few queries divide a list into pairs of tiles of 64 tokens."""
     latents = CachedBuild("selected_decode", 90, WIDE_MLA, block=1, sequences=64)
     for changes, splits in (({}, 1), ({"sequences": 1}, 16), ({"sequences": 8, "packed": True}, 8)):
-        for page in (64, 16, 0):
-            launch, named = prepared(latents._replace(page=page, softcap=True, sinks=True, **changes))
+        for page, store in ((64, ""), (16, "int8"), (0, "fp8")):
+            call = latents._replace(page=page, store=store, softcap=True, sinks=True, **changes)
+            launch, named = prepared(call)
             assert launch.kernel.__name__ == "selected_latents"
             assert (launch.arguments["splits"], launch.arguments["SPLIT"]) == (splits, splits > 1)
-            assert launch.arguments["PAGE"] == page
+            listing, _ = prepared(call._replace(kernel="list_blocks"))
+            assert (listing.arguments["PAGE"], listing.arguments["EARLY"]) == (page, True)
+            assert listing.arguments["page_rows"] == (page or 8192)
+            assert listing.options["launch_pdl"]
+            assert launch.options["launch_pdl"]
             assert named["k"].shape[-1] + named["k_rope"].shape[-1] == 576
     generic = (
-        {"layer": MLA}, {"layer": WIDE_MLA._replace(heads=96)}, {"store": "int8"}, {"dtype": "fp32"},
+        {"layer": MLA}, {"layer": WIDE_MLA._replace(heads=96)}, {"dtype": "fp8", "store": "fp8"},
+        {"dtype": "fp32"}, {"dtype": "fp32", "store": "int8"},
         {"slopes": True}, {"function": "documents"}, {"function": "relative"}, {"aligned": False},
         {"block": 2}, {"arch": 100},
     )  # fmt: skip
     for changes in generic:
-        assert prepared(latents._replace(**changes))[0].kernel.__name__ == "selected_decode"
+        call = latents._replace(**changes)
+        assert prepared(call)[0].kernel.__name__ == "selected_decode"
+        assert prepared(call._replace(kernel="list_blocks"))[0].arguments["PAGE"] is None
 
 
 def test_few_are_built_in_ci_and_none_twice():

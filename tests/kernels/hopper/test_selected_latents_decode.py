@@ -26,6 +26,7 @@ from attnlib.masks import selected
 LATENT = KVLayout.latent(512, 64, dtype=torch.bfloat16)
 LENGTHS, STARTS = (3000, 5, 0, 513, 2000, 64), (100, 0, 0, 512, 0, 0)
 PACKED = (1, 3, 0, 1, 2, 1)
+BYTES = torch.int8, torch.float8_e4m3fn
 
 if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU: Gluon has no interpreter", allow_module_level=True)
@@ -39,8 +40,10 @@ def divided(monkeypatch):
     plan_for(monkeypatch)
 
 
-def call_of(heads=128, counts=1, page_size=64, mask=CAUSAL, options=(), dtype=torch.bfloat16) -> Call:
-    layout = replace(LATENT, dtype=dtype)
+def call_of(
+    heads=128, counts=1, page_size=64, mask=CAUSAL, options=(), dtype=torch.bfloat16, stored=None
+) -> Call:
+    layout = replace(LATENT, dtype=dtype, storage_dtype=stored)
     return store(layout, Sizes(LENGTHS, STARTS, page_size)).call(counts, heads, mask, options)
 
 
@@ -128,13 +131,39 @@ def test_any_mask_and_option(mask, options, processors, divided):
         assert_right(call, listed(call, 700))
 
 
+@pytest.mark.parametrize("processors", [1, 132, 5000])
+@pytest.mark.parametrize("n", [1, 64, 129, 2048])
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+def test_stored_bytes(stored, n, processors, divided):
+    divided(processors)
+    for dtype in (torch.bfloat16, torch.float16):
+        call = call_of(64, 2, 64, CAUSAL, ("softcap", "sinks"), dtype, stored)
+        assert_right(call, listed(call, n))
+
+
+@pytest.mark.parametrize("processors", [1, 5000])
+@pytest.mark.parametrize("page_size", [64, 16, 1, 24, None])
+@pytest.mark.parametrize("stored", BYTES, ids=str)
+def test_bytes_give_the_same_bits_as_their_values_in_16_bits(stored, page_size, processors, divided):
+    """With lists of any length, and of new tokens of any number."""
+    divided(processors)
+    for counts, n in ((1, 1), (1, 63), (5, 65), (PACKED, 200), (2, 700), (1, 2048)):
+        call = call_of(128, counts, page_size, stored=stored)
+        view, indices = call.stored.view, listed(call, n)
+        k = (view.k.float() * view.k_scale[..., None]).bfloat16()
+        wide = call.over(layout=LATENT, k=k, v=k, k_scale=None, v_scale=None)
+        assert variant(call, indices) == variant(wide, indices) == "Hopper"
+        assert_same_bits(*zip(attend(wide, indices), attend(call, indices), strict=True))
+
+
 @pytest.mark.parametrize("processors", [1, 5000])
 @pytest.mark.parametrize("n", [0, 1, 3, 200])
-def test_rows_that_select_nothing(n, processors, divided):
+@pytest.mark.parametrize("stored", [None, *BYTES], ids=str)
+def test_rows_that_select_nothing(stored, n, processors, divided):
     """Give 0, and the LSE of the sink if there is one."""
     divided(processors)
     for options in ((), ("sinks",)):
-        call = call_of(options=options)
+        call = call_of(options=options, stored=stored)
         indices = torch.full((len(LENGTHS), 1, 1, n), 2**31 - 1, dtype=torch.int32)
         indices[..., 1::2] = -1
         out, lse = attend(call, indices)
@@ -144,25 +173,28 @@ def test_rows_that_select_nothing(n, processors, divided):
 
 
 @pytest.mark.parametrize("processors", [1, 5000])
-def test_tokens_that_are_not_selected_are_not_read(processors, divided):
+@pytest.mark.parametrize("stored", [None, *BYTES], ids=str)
+def test_tokens_that_are_not_selected_are_not_read(stored, processors, divided):
     divided(processors)
-    call = store(LATENT, Sizes((3000,), page_size=16)).call(1, 128, Mask(2500, -300))
+    layout = replace(LATENT, storage_dtype=stored)
+    call = store(layout, Sizes((3000,), page_size=16)).call(1, 128, Mask(2500, -300))
     indices, view = listed(call, 200, seed=1), call.stored.view
     before = attend(call, indices)
     hidden = torch.ones(3000, dtype=torch.bool)
     chosen = indices[(indices >= 499) & (indices <= 2699)].long()
     hidden[chosen] = False
     at = hidden.nonzero()[:, 0].to(DEVICE)
-    for plane in (view.k, view.k_rope):
+    for plane in (view.k if stored is None else view.k_scale, view.k_rope):
         plane[view.table[0, at // 16].long(), at % 16] = torch.nan
     assert len(chosen)
     assert_same_bits(*zip(before, attend(call, indices), strict=True))
 
 
-def test_other_pages_are_the_same_bits_a_hundred_times(divided):
+@pytest.mark.parametrize("stored", [None, *BYTES], ids=str)
+def test_other_pages_are_the_same_bits_a_hundred_times(stored, divided):
     for processors in (1, 5000):
         divided(processors)
-        call = call_of(counts=2, page_size=16)
+        call = call_of(counts=2, page_size=16, stored=stored)
         indices = listed(call, 2048)
         first = attend(call, indices)
         assert_same_bits(*zip(first, attend(moved_pages(call), indices), strict=True))
@@ -171,9 +203,35 @@ def test_other_pages_are_the_same_bits_a_hundred_times(divided):
 
 
 @pytest.mark.parametrize("processors", [1, 5000])
-def test_a_graph_takes_other_entries_and_lengths(processors, divided):
+@pytest.mark.parametrize("stored", [None, *BYTES], ids=str)
+def test_calls_that_follow_each_other_at_once(stored, processors, divided):
+    """Their kernels start before the ones before them end, and their lists take the same memory."""
     divided(processors)
-    call = call_of(counts=2, page_size=16)
+    call = call_of(counts=2, page_size=16, stored=stored)
+    q, view = call.q.to(DEVICE), call.stored.view
+    chosen = [listed(call, n, seed=n).to(DEVICE) for n in (2048, 2040, 130)]
+    apart = []
+
+    def run(indices: Tensor) -> tuple[Tensor, Tensor]:
+        return cached_attention_with_lse(q, view, mask=CAUSAL & selected(indices), backend="triton")
+
+    for indices in chosen:
+        apart.append(run(indices))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run(chosen[n % 3]) for n in range(30)]
+    graph.replay()
+    for found in (captured, [run(chosen[n % 3]) for n in range(300)]):
+        for n, one in enumerate(found):
+            assert_same_bits(*zip(one, apart[n % 3], strict=True))
+
+
+@pytest.mark.parametrize("processors", [1, 5000])
+@pytest.mark.parametrize("stored", [None, *BYTES], ids=str)
+def test_a_graph_takes_other_entries_and_lengths(stored, processors, divided):
+    divided(processors)
+    call = call_of(counts=2, page_size=16, stored=stored)
     view, q, indices = call.stored.view, call.q.to(DEVICE), listed(call, 700).to(DEVICE)
     run = lambda: cached_attention_with_lse(q, view, mask=CAUSAL & selected(indices), backend="triton")  # noqa: E731
     run()
@@ -193,5 +251,4 @@ def test_other_calls_are_for_the_generic_kernel():
     assert variant(replace(call, mask=CAUSAL & masks.dilated(2)), indices) == "plain"
     assert variant(call_of(96), indices) == "plain"
     assert variant(call_of(options=("alibi_slopes",)), indices) == "plain"
-    stored = store(replace(LATENT, storage_dtype=torch.int8), Sizes(LENGTHS, STARTS))
-    assert variant(stored.call(1, 128), indices) == "plain"
+    assert variant(call_of(96, stored=torch.int8), indices) == "plain"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
-from ..launching.config import LaunchConfig, power_of_two
+from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
 from ..launching.places import places_of
 from . import tables
@@ -15,7 +15,8 @@ class SelectedPlan(NamedTuple):
     """The launches of a call, and the sizes of two buffers.
 
     Attributes:
-        listing: the launch that writes the visible blocks of each list to the buffer ``lists``.
+        listing: the launch that writes the visible blocks of each list to the buffer ``lists``; for the
+            Hopper kernel, it writes their rows in the cache.
         variant: the name of the kernels: "plain" or "Hopper".
         decode: the launch that writes the output and LSE, or partial results if lists are split.
         combine: the launch that merges the partial results; None if lists are not split.
@@ -50,6 +51,7 @@ def plan(x: DecodeShapes) -> SelectedPlan:
         "heads": x.h, "rows": rows, "planes": planes, "slots": slots, "t": arguments["limit"],
         "BLOCK_SIZE": x.a.block_size, "splits": splits, "lines": lines, "SPLIT": splits > 1,
         "NATURAL": own, "stride_kb": arguments["stride_kp"],
+        "page_rows": arguments["stride_kp"] // arguments["stride_kt"] if own else None,
     }  # fmt: skip
     early, combine = arguments["EARLY"], None
     if splits > 1:
@@ -59,7 +61,9 @@ def plan(x: DecodeShapes) -> SelectedPlan:
         combine = Launch(merge_splits, programs, arguments, LaunchConfig(0, 0, 1, 4), early=early)
     floats = splits * lines * (arguments["E_MAIN"] + 1) if splits > 1 else 0
     decode = Launch(_kernel(x), queries * units * splits, arguments, tiles, early=early)
-    listing = Launch(list_blocks, queries * planes, arguments, LaunchConfig(power_of_two(slots), 0, 1, 4))
+    # Lists of entries have no pages: the generic kernel looks them up itself.
+    of_lists = arguments if own else arguments | {"PAGE": None}
+    listing = Launch(list_blocks, queries * planes, of_lists, tables.listing(slots), early=early)
     return SelectedPlan(listing, "Hopper" if own else "plain", decode, combine, places.numbers, floats)
 
 

@@ -84,7 +84,7 @@ class DecodeShapes:
     def _selects_latents(self) -> bool:
         """True if one list of tokens serves all heads, and no option needs the generic kernel."""
         a = self.a
-        near = a.q.strides[-2] < decode_tables.FARTHEST and a.q.dtype == a.k.dtype
+        near = a.q.strides[-2] < decode_tables.FARTHEST and a.q.dtype == (a.k_rope or a.k).dtype
         plain = a.mask_program is a.score_program is a.origin is None and not has_slopes(a)
         return near and plain and a.selected.shape[-2] == a.block_size == 1
 

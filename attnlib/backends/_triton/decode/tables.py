@@ -107,6 +107,7 @@ SELECTED_INT8_FP8 = LaunchConfig(16, 32, 4, 4)
 # The dedicated Hopper kernel for selected tokens of latents gathers them row by row, without TMA.
 HOPPER_SELECTED = LaunchConfig(64, 64, 2, 4, resident=1)
 FARTHEST = 2**24  # largest stride of query heads in elements: int32 offsets must reach across 64 heads
+ENTRIES = 128  # entries of a list for each warp that lists its visible blocks (not timed)
 LEAST_SELECTED = 64  # keys of a split of a list (not timed)
 # The dedicated Hopper kernels for latents of 512 + 64 channels. ROWS_16 uses 16 query rows as the columns of
 # a matrix product, ROWS_64 uses 64 as its rows. Microseconds, 32 query heads, 64 sequences of 8k tokens:
@@ -255,8 +256,20 @@ def selected_latents(case: DecodeCase) -> LaunchConfig | None:
     [64, None, 64]
     """
     fits = case.arch == 90 and case.aligned and case.latent and case.rows % HOPPER_SELECTED.block_m == 0
-    channels = case.head_dim, case.tail, case.value_dim, case.itemsize
-    return HOPPER_SELECTED if fits and channels == (512, 64, 512, 2) else None
+    channels = case.head_dim, case.tail, case.value_dim
+    return HOPPER_SELECTED if fits and channels == (512, 64, 512) and case.itemsize <= 2 else None
+
+
+def listing(slots: int) -> LaunchConfig:
+    """Return the size and warps of a program that lists the visible blocks of one list of ``slots`` entries.
+
+    A program of a decoding step waits for its loads and atomics, so each thread should have few entries.
+
+    >>> [listing(slots).warps for slots in (16, 600, 2048, 5000)]
+    [4, 8, 16, 16]
+    """
+    size = power_of_two(slots)
+    return LaunchConfig(size, 0, 1, min(16, max(4, size // ENTRIES)))
 
 
 def list_splits(config: LaunchConfig, keys: int, programs: int, processors: int) -> int:

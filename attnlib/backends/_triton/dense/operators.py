@@ -230,8 +230,8 @@ class _BackwardReplay:
 def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
     """Return the classified tiles of a mask function, and a new buffer for lists of tiles or blocks."""
     lists = a.q.new_empty(numbers, dtype=torch.int32) if numbers else None
-    none = dict.fromkeys(("block_ids", "lengths", "k_rope", "table", "split"))  # split: of lists over a cache
-    return none | {"states": a.mask_tiles, "lists": lists}
+    of_caches = "block_ids", "lengths", "k_rope", "k_scale", "table", "split"
+    return dict.fromkeys(of_caches) | {"states": a.mask_tiles, "lists": lists}
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

@@ -60,7 +60,7 @@ def forward_of_latents(
 
     found, tiles = lists(x, indices, block_size), hopper_tables.LATENTS
     programs = tiles_of_queries(x) * (x.h // tiles.block_m)
-    of_cache = "stride_tt", "stride_table", "pages", "splits", "lines", "PAGE", "SPLIT"
+    of_cache = "stride_tt", "splits", "lines", "SPLIT"
     more = found.arguments | dict.fromkeys(of_cache)
     return (found.launch, x.launch(selected_latents, programs, tiles, more)), found.numbers
 
@@ -84,6 +84,7 @@ def lists(x: DenseShapes, indices: tuple[int, ...], block_size: int) -> Lists:
     more |= {
         "owners": owners, "shared": x.g // owners,
         "of_owner": of_owner, "blocks": of_owner * owners * (1 if x.packed else x.batch),
+        **dict.fromkeys(("stride_table", "pages", "page_rows", "PAGE", "EARLY")),  # of a cache
     }  # fmt: skip
     places = places_of(prod(tokens) * planes, slots, -(-x.t // block_size))
     sizes, programs = LaunchConfig(power_of_two(slots), 0, 1, 4), tiles_of_queries(x) * planes

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..band import KeyBand, bounds, key_range, origin_of
 from ..tile import COUNTS, Work, locate, slot_of
@@ -63,13 +64,37 @@ def entries_in_band(entry_ptr, inside, i, band, BLOCK_SIZE: tl.constexpr):
     return entry, stays & (entry <= (high - 1 + band.key) // BLOCK_SIZE), first
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "owners", "of_owner", "blocks", "words", "bits"))
+@triton.jit
+def table_entries(token, known, table_ptr, PAGE: tl.constexpr):
+    """Load the page-table entries of ``known`` tokens; without ``PAGE``, return the tokens.
+
+    ``PAGE = 0`` means a contiguous cache.
+    """
+    at = token // PAGE if PAGE else token * 0
+    return token if PAGE is None else tl.load(table_ptr + at, mask=known, other=0)
+
+
+@triton.jit
+def rows_of(token, named, pages, page_rows, PAGE: tl.constexpr):
+    """Return the cache rows of tokens whose page-table entries are ``named``.
+
+    Page ``n`` begins at row ``n * page_rows``. A page index out of range is clamped to the last page. Without
+    ``PAGE``, return the tokens.
+    """
+    if PAGE is not None:
+        page = tl.minimum(named.to(tl.uint32), (pages - 1).to(tl.uint32)).to(tl.int32)
+        token = page * page_rows + (token % PAGE if PAGE else token)
+    return token
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "owners", "of_owner", "blocks", "words", "bits", "page_rows"))
 def list_blocks(
     selected_ptr, lists_ptr,
     block_ids_ptr,  # all tensors from here on may be None
-    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, origin_ptr,
-    batch, s, t, planes, slots, owners, of_owner, blocks, words, bits, left, right, prefix,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, WORDS: tl.constexpr,
+    key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, origin_ptr, table_ptr,
+    batch, s, t, planes, slots, owners, of_owner, blocks, words, bits, left, right, prefix, stride_table,
+    pages, page_rows, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, WORDS: tl.constexpr,
+    PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that a list of ``slots`` entries shows: first their number, then each of them once.
 
@@ -77,10 +102,17 @@ def list_blocks(
     the ``BLOCK_M`` places of a list, and sorts it if an entry occurs twice, or if ``WORDS`` is 0. Otherwise
     each program has ``words`` int32 of its own, from number ``bits`` of ``lists`` on.
 
+    With ``PAGE``, entries are tokens of a cache, and the program writes their rows in the cache instead; see
+    :func:`rows_of`. ``EARLY``: launched with PDL (programmatic dependent launch). The program waits for the
+    preceding kernel before it reads or writes anything, and then lets the next kernel start.
+
     With ``block_ids``, each program also writes ``slots`` numbers: for every block that stays, its number
     among the ``blocks`` of all sequences and owners, then ``blocks``. The owner of a block is a list, or a KV
     head if this has several lists. An owner has ``of_owner`` blocks, in one sequence or all packed ones.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     work = locate_query(pid // planes, cu_seqlens_q_ptr, cu_seqlens_k_ptr, lengths_ptr, batch, s, t)
     if work.start >= work.rows:
@@ -93,14 +125,18 @@ def list_blocks(
 
     row, m = (work.plane * s + work.row + work.start) * planes + pid % planes, tl.arange(0, BLOCK_M)
     entry, stays, first = entries_in_band(selected_ptr + row * slots + m, m < slots, i, band, BLOCK_SIZE)
-    if WORDS == 0:
+    table_ptr = None if PAGE is None else table_ptr + known.to(tl.int64) * stride_table
+    # These loads run while `repeats` waits for its atomics.
+    named = table_entries(entry, stays, table_ptr, PAGE)
+    bits_ptr = lists_ptr + bits + row * words
+    again = True if WORDS == 0 else repeats(entry, stays, first, bits_ptr, words, WORDS)
+    if again:
         entry, stays = each_once(entry, stays, m)
-    elif repeats(entry, stays, first, lists_ptr + bits + row * words, words, WORDS):
-        entry, stays = each_once(entry, stays, m)
+        named = table_entries(entry, stays, table_ptr, PAGE)
     count = stays.to(tl.int32)
     kept, total = tl.cumsum(count, 0), tl.sum(count, 0)
     list_ptr = lists_ptr + row * (slots + 1)
-    tl.store(list_ptr + kept, entry, mask=stays)
+    tl.store(list_ptr + kept, rows_of(entry, named, pages, page_rows, PAGE), mask=stays)
     tl.store(list_ptr, total)
     if block_ids_ptr is not None:
         pair = pid % planes * owners // planes + work.plane * owners
