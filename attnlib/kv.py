@@ -334,11 +334,10 @@ class KVView:
         position = torch.arange(capacity if stop is None else stop, device=self.table.device)
         stored = (position >= self.starts[:, None]) & (position < self.lengths[:, None])
         page, slot = torch.where(stored, self.table[:, position // size], 0).long(), position % size
-        if self.index_scale is None:
-            keys = self.index[page, slot]
-        else:  # torch 2.11 cannot index fp8 on a CPU
-            keys = self.index.view(torch.uint8)[page, slot].view(torch.float8_e4m3fn)
-            keys = (keys.float() * self.index_scale[page, slot][..., None]).to(self.layout.dtype)
+        keys = _take(self.index, page, slot)
+        if self.index_scale is not None:
+            keys = keys.float() * _take(self.index_scale, page, slot)[..., None]
+            keys = keys.to(self.layout.dtype)
         return keys.masked_fill_(~stored[..., None, None], 0)
 
     def with_route(self, route: "Route") -> "KVView":
@@ -384,6 +383,13 @@ class Route(Protocol):
     def after_replace(self) -> "Route | None":
         """Return the route to use after ``dataclasses.replace`` has changed a field of the view."""
         ...
+
+
+def _take(plane: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """Gather the entries of a plane at slots of pages."""
+    if plane.dtype == torch.float8_e4m3fn:  # torch 2.11 cannot index fp8 on a CPU
+        return _take(plane.view(torch.uint8), page, slot).view(plane.dtype)
+    return plane[page, slot]
 
 
 def _check_stored(
