@@ -116,13 +116,13 @@ class LayerCache:
         layout = self.layout
         if layout.is_latent:
             new_k = self._fit("latent", k, (layout.dim,))
-            if (v is None) != (layout.rope_dim == 0):
+            if (v is None) == ("k_rope" in self.planes):
                 raise ValueError(_rope_key_error(layout, v))
             new_v = None if v is None else self._fit("k_rope", v, (layout.rope_dim,))
         else:
             new_k = self._fit("k", k, (layout.heads, layout.dim))
             new_v = self._fit("v", v, (layout.heads, layout.value_dim))
-        if (index is None) != (layout.index_dim == 0):
+        if (index is None) == ("index" in self.planes):
             raise ValueError(_index_error(layout, index))
         new_index = None
         if index is not None:

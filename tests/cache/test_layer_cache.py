@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from cache_model import LAYERS, Twin, append_all
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnlib import KVCache, KVLayout, Rope
 from attnlib.backends._torch.pages import quantise
@@ -313,6 +314,28 @@ def test_a_fully_compiled_layer_is_compiled_once_for_decoding(layout):
     assert len(frames) == 1
     with pytest.raises(RuntimeError, match=r"layers \[1\] of 2 did not append"), cache.step(1) as layers:
         compiled(layers[0], *kv(2, 1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", [INDEXED, INDEXED_LATENT], ids=["grouped", "latent"])
+def test_prompts_of_any_length_are_compiled_once_with_their_index_keys(layout):
+    def gathered(layer, k, v, index):
+        return layer.append(k, v, index=index).index_keys(k.shape[1])
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gathered, backend=counter, fullgraph=True, dynamic=True)
+    cache, counts = cache_of(layout), []
+    cache.admit(2)
+    for n in (7, 9, 6, 8):
+        k, v = (torch.randn(2, n, 4), torch.randn(2, n, 2)) if layout.is_latent else kv(2, n)
+        index = torch.randn(2, n, 2, 5)
+        with cache.step(n) as (layer,):
+            ours = compiled(layer, k, v, index)
+            assert torch.equal(ours, gathered(layer, k, v, index))
+            assert ours[:, :n].any()
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[-1]  # the first append records the convention
     torch._dynamo.reset()
 
 
