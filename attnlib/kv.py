@@ -318,20 +318,21 @@ class KVView:
     def index_keys(self, stop: int | None = None) -> Tensor:
         """Gather the index keys of storage indices below ``stop``, in the layout's dtype.
 
-        Return ``[b, stop, index_heads, index_dim]``, contiguous, with zeros outside ``[starts, lengths)``. If
-        ``stop`` is None, it is the capacity of the page table. The host reads nothing from the device.
+        Return ``[b, t, index_heads, index_dim]``, contiguous, with zeros outside ``[starts, lengths)``. ``t``
+        is ``stop``, but at most the capacity of the page table, which is the default. Indices that a window
+        with ``first_tokens`` has dropped have keys of other tokens of the sequence. The host reads nothing
+        from the device.
 
         Raises:
-            ValueError: the layout has no index keys, or ``stop`` exceeds the capacity of the page table.
+            ValueError, TypeError: the layout has no index keys, or ``stop`` is not an int of at least 0.
         """
-        size, capacity = self.page_size, self.table.shape[1] * self.page_size
+        size, t = self.page_size, self.table.shape[1] * self.page_size
         if self.index is None:
             raise ValueError("index_keys: expected a layout with index_dim > 0, got one without index keys")
         if stop is not None:
             check_count("stop", stop)
-            if stop > capacity:
-                raise ValueError(f"stop: expected at most {capacity}, the capacity of the table, got {stop}")
-        position = torch.arange(capacity if stop is None else stop, device=self.table.device)
+            t = min(stop, t)
+        position = torch.arange(t, device=self.table.device)
         stored = (position >= self.starts[:, None]) & (position < self.lengths[:, None])
         page, slot = torch.where(stored, self.table[:, position // size], 0).long(), position % size
         keys = _take(self.index, page, slot)

@@ -240,7 +240,7 @@ def test_index_keys_are_gathered_by_storage_index(in_pages, stored):
     view = replace(view, **planes, table=table, starts=starts, lengths=lengths)
     assert torch.equal(view.index_keys(), expected)
     assert view.index_keys().is_contiguous()
-    for stop in (0, 1, 7, 12):
+    for stop in (0, 1, 7, 12, 100):
         assert torch.equal(view.index_keys(stop), expected[:, :stop])
 
 
@@ -251,8 +251,7 @@ TABLE = [[4, 0, -1], [99, 2, -7], [1, -1, 99]], [1, 5, 0], [8, 7, 0]
 def test_index_keys_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match="index_keys: expected a layout with index_dim > 0, got one without"):
         a_view(GROUPED).index_keys()
-    for stop, error, message in ((9, ValueError, "at most 8, the capacity of the table, got 9"),
-                                 (-1, ValueError, "at least 0"), (2.0, TypeError, "an int")):  # fmt: skip
+    for stop, error, message in ((-1, ValueError, "at least 0, got -1"), (2.0, TypeError, "an int, got 2.0")):
         with pytest.raises(error, match=f"stop: expected {message}"):
             a_view(INDEXED).index_keys(stop)
 
