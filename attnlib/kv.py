@@ -14,7 +14,8 @@ from .masks.band import AnyMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
-PLANES = ("k", "k_rope", "v", "k_scale", "v_scale")
+PLANES = ("k", "k_rope", "v", "k_scale", "v_scale", "index", "index_scale")
+OF_VALUES = ("v", "v_scale")  # in latent storage, these are k and its scale
 RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output and LSE
 
 
@@ -35,6 +36,12 @@ class KVLayout:
         storage_dtype: torch.int8 or torch.float8_e4m3fn to store everything except rotary keys in one byte
             per value, with an fp32 scale per token and head. None stores values in ``dtype``.
         first_tokens: the number of first tokens that a window never drops.
+        index_dim: channels of an index key, 0 for layers without index keys. Sparse attention scores index
+            keys to choose the keys that a query sees.
+        index_heads: the number of index keys per token: 1 if all heads share it, as in DeepSeek Sparse
+            Attention, or one per KV head.
+        index_dtype: torch.float8_e4m3fn to store index keys in one byte per channel, with an fp32 scale per
+            token and index head. None stores them in ``dtype``, whatever ``storage_dtype`` is.
     """
 
     heads: int
@@ -46,6 +53,9 @@ class KVLayout:
     dtype: torch.dtype
     storage_dtype: torch.dtype | None
     first_tokens: int = 0
+    index_dim: int = 0
+    index_heads: int = 1
+    index_dtype: torch.dtype | None = None
 
     if not TYPE_CHECKING:  # type checkers would accept any attribute
         __getattr__ = field_getattr(
@@ -63,16 +73,20 @@ class KVLayout:
         first_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
         storage_dtype: torch.dtype | None = None,
+        index_dim: int = 0,
+        index_heads: int = 1,
+        index_dtype: torch.dtype | None = None,
     ) -> "KVLayout":
         """Return the layout of a key ``[heads, dim]`` and a value ``[heads, value_dim]`` for each token.
 
         Raises:
             ValueError: a size is not positive.
-            TypeError: a size is not an int; ``storage_dtype`` is not None, int8 or float8_e4m3fn; or
-                ``dtype`` is not fp16, bf16, fp32 or fp64.
+            TypeError: a size is not an int; ``storage_dtype`` is not None, int8 or float8_e4m3fn;
+                ``index_dtype`` is not None or float8_e4m3fn; or ``dtype`` is not fp16, bf16, fp32 or fp64.
         """
         value_dim = dim if value_dim is None else value_dim
-        return cls(heads, dim, value_dim, 0, False, window, dtype, storage_dtype, first_tokens)
+        index = (index_dim, index_heads, index_dtype)
+        return cls(heads, dim, value_dim, 0, False, window, dtype, storage_dtype, first_tokens, *index)
 
     @classmethod
     def latent(
@@ -84,6 +98,9 @@ class KVLayout:
         first_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
         storage_dtype: torch.dtype | None = None,
+        index_dim: int = 0,
+        index_heads: int = 1,
+        index_dtype: torch.dtype | None = None,
     ) -> "KVLayout":
         """Return the layout of MLA: a latent ``[1, rank]``, read as both key and value, and a rotary key.
 
@@ -92,7 +109,8 @@ class KVLayout:
         Raises:
             ValueError, TypeError: as :meth:`grouped`.
         """
-        return cls(1, rank, rank, rope_dim, True, window, dtype, storage_dtype, first_tokens)
+        index = (index_dim, index_heads, index_dtype)
+        return cls(1, rank, rank, rope_dim, True, window, dtype, storage_dtype, first_tokens, *index)
 
     def __post_init__(self) -> None:
         arguments = {"dim": "rank", "value_dim": "rank"} if self.is_latent else {}
@@ -110,6 +128,22 @@ class KVLayout:
         stored = self.storage_dtype
         if stored is not None and (not isinstance(stored, torch.dtype) or stored not in STORES):
             raise TypeError(f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {stored}")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        """Raise ValueError or TypeError if the index keys have no legal size or dtype."""
+        check_count("index_dim", self.index_dim)
+        check_count("index_heads", self.index_heads, least=1)
+        stored = self.index_dtype
+        if stored is not None and (not isinstance(stored, torch.dtype) or stored != torch.float8_e4m3fn):
+            raise TypeError(
+                f"index_dtype: expected None (the layout's dtype) or torch.float8_e4m3fn, got {stored}"
+            )
+        if not self.index_dim and (self.index_heads, stored) != (1, None):
+            raise ValueError(
+                f"index_dim: expected at least 1 with index_heads={self.index_heads} and "
+                f"index_dtype={stored}, got 0"
+            )
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
@@ -145,6 +179,10 @@ class KVLayout:
             planes["k_scale"] = (self.heads, 0, torch.float32)
             if not self.is_latent:
                 planes["v_scale"] = (self.heads, 0, torch.float32)
+        if self.index_dim:
+            planes["index"] = (self.index_heads, self.index_dim, self.index_dtype or self.dtype)
+        if self.index_dtype is not None:
+            planes["index_scale"] = (self.index_heads, 0, torch.float32)
         return planes
 
     @property
@@ -173,7 +211,8 @@ class KVView:
     """The stored keys and values of a batch of sequences, in the form that kernels read.
 
     The tensors ``k``, ``k_rope``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
-    contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
+    contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``index`` and
+    ``index_scale`` have the index keys in the same pages; attention does not read them. ``table`` int32
     ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
     garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
     sequence: ``s`` of them in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
@@ -204,6 +243,8 @@ class KVView:
     k_rope: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    index: Tensor | None = None
+    index_scale: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     positions: Tensor | None = None
     schedule: Tensor | None = None
@@ -232,8 +273,10 @@ class KVView:
         (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
         if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
             raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
-        for name in ("k", "k_rope", "k_scale") if self.layout.is_latent else PLANES:
+        for name in PLANES:
             x = getattr(self, name)
+            if self.layout.is_latent and name in OF_VALUES:
+                continue
             if name in planes:
                 heads, width, dtype = planes[name]
                 shape = (pages, self.page_size, heads, width) if width else (pages, self.page_size, heads)
@@ -271,6 +314,32 @@ class KVView:
                 raise ValueError(
                     f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}"
                 )
+
+    def index_keys(self, stop: int | None = None) -> Tensor:
+        """Gather the index keys of storage indices below ``stop``, in the layout's dtype.
+
+        Return ``[b, t, index_heads, index_dim]``, contiguous, with zeros outside ``[starts, lengths)``. ``t``
+        is ``stop``, but at most the capacity of the page table, which is the default. Indices that a window
+        with ``first_tokens`` has dropped have keys of other tokens of the sequence. The host reads nothing
+        from the device.
+
+        Raises:
+            ValueError, TypeError: the layout has no index keys, or ``stop`` is not an int of at least 0.
+        """
+        size, t = self.page_size, self.table.shape[1] * self.page_size
+        if self.index is None:
+            raise ValueError("index_keys: expected a layout with index_dim > 0, got one without index keys")
+        if stop is not None:
+            check_count("stop", stop)
+            t = min(stop, t)
+        position = torch.arange(t, device=self.table.device)
+        stored = (position >= self.starts[:, None]) & (position < self.lengths[:, None])
+        page, slot = torch.where(stored, self.table[:, position // size], 0).long(), position % size
+        keys = _take(self.index, page, slot)
+        if self.index_scale is not None:
+            keys = keys.float() * _take(self.index_scale, page, slot)[..., None]
+            keys = keys.to(self.layout.dtype)
+        return keys.masked_fill_(~stored[..., None, None], 0)
 
     def with_route(self, route: "Route") -> "KVView":
         """Return a view of the same tensors; attention reads the new view as ``route`` says."""
@@ -315,6 +384,13 @@ class Route(Protocol):
     def after_replace(self) -> "Route | None":
         """Return the route to use after ``dataclasses.replace`` has changed a field of the view."""
         ...
+
+
+def _take(plane: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """Gather the entries of a plane at slots of pages."""
+    if plane.dtype == torch.float8_e4m3fn:  # torch 2.11 cannot index fp8 on a CPU
+        return _take(plane.view(torch.uint8), page, slot).view(plane.dtype)
+    return plane[page, slot]
 
 
 def _check_stored(

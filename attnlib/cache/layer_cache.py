@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.storage import cached_write, write_cache
+from ..internal.checks import came
 from ..internal.signatures import leading_to
 from ..kv import KVLayout, KVView, StepInfo
 from ..rope.rope import Angles
@@ -55,25 +56,36 @@ class LayerCache:
         self._appended_view: KVView | None = None  # what append returned in this step
         self._route: StepRoute | None = None
 
-    def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        angles: Angles | None = None,
+        index: Tensor | None = None,
+    ) -> KVView:
         """Write this step's keys and values and return the view that includes them.
 
         ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``. If ``angles`` are given, they rotate ``k``. For
         latent storage, ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]``, and ``angles`` rotate
-        ``k_rope``, which is None if the layout has ``rope_dim=0``. A second call in the same step overwrites
-        the tokens. Under ``torch.autocast``, k and v are cast to the layout's dtype.
+        ``k_rope``, which is None if the layout has ``rope_dim=0``. ``index`` has the index keys ``[b, s,
+        index_heads, index_dim]`` or packed, already rotated. A layout with ``index_dim`` needs them, and any
+        other refuses them. A second call in the same step overwrites the tokens. Under ``torch.autocast``, k,
+        v and index keys are cast to the layout's dtype.
 
         Raises:
             RuntimeError: outside a step, in a ``read``, or with another rotary convention than in the first
                 append (no angles counts as a convention).
             ValueError, TypeError: shapes, dtype or device do not fit the layout.
-            NotImplementedError: k or v requires a gradient, which a cache does not have.
+            NotImplementedError: k, v or index requires a gradient, which a cache does not have.
         """
-        key = self._key(k, v, angles)
-        if key is not None and (write := cached_write(self._view, self._slots, key)) is not None:
+        key = self._key(k, v, angles, index)
+        if key is None or (write := cached_write(self._view, self._slots, key)) is None:
+            self._write(k, v, angles, index)
+        elif index is None:
             write(k, v, angles)
         else:
-            self._write(k, v, angles)
+            write(k, v, angles, index)
         self.appended = True
         if self._route is None:
             self._appended_view = self._view
@@ -97,38 +109,45 @@ class LayerCache:
     def prompts(self) -> Sequence[Prompt]:
         return self.info.prompts
 
-    def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
+    def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None, index: Tensor | None) -> None:
         """Validate and write the tokens, and cache the launch for later appends with the same key."""
         if self._slots is None:
             self._refuse_append()
         layout = self.layout
         if layout.is_latent:
             new_k = self._fit("latent", k, (layout.dim,))
-            if (v is None) != (layout.rope_dim == 0):
+            if (v is None) == ("k_rope" in self.planes):
                 raise ValueError(_rope_key_error(layout, v))
             new_v = None if v is None else self._fit("k_rope", v, (layout.rope_dim,))
         else:
             new_k = self._fit("k", k, (layout.heads, layout.dim))
             new_v = self._fit("v", v, (layout.heads, layout.value_dim))
+        if (index is None) == ("index" in self.planes):
+            raise ValueError(_index_error(layout, index))
+        new_index = None
+        if index is not None:
+            new_index = self._fit("index", index, (layout.index_heads, layout.index_dim))
         if angles is not None and not isinstance(angles, Angles):
             raise TypeError(
                 f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}"
             )
         self._record(AS_GIVEN if angles is None else angles.convention)
-        key = self._key(k, v, angles) if new_k is k and new_v is v else None
-        write_cache(self._view, new_k, new_v, self._slots, angles=angles, key=key)
+        is_as_given = new_k is k and new_v is v and new_index is index
+        key = self._key(k, v, angles, index) if is_as_given else None
+        write_cache(self._view, new_k, new_v, self._slots, angles=angles, index=new_index, key=key)
 
-    def _key(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> tuple | None:
+    def _key(self, k: Tensor, v: Tensor | None, angles: Angles | None, index: Tensor | None) -> tuple | None:
         """Return the cache key of an append, or None if it must be validated every time."""
         if torch.compiler.is_compiling() or self._slots is None:
             return None
-        if type(k) is not Tensor or k.requires_grad or k.is_nested or k.layout is not torch.strided:
-            return None
-        key = (k.shape, k.stride(), k.dtype, k.device)
-        if v is not None:
-            if type(v) is not Tensor or v.requires_grad or v.is_nested or v.layout is not torch.strided:
+        key = ()
+        for x in (k, v, index):
+            if x is None:
+                key += (None,)
+            elif type(x) is not Tensor or x.requires_grad or x.is_nested or x.layout is not torch.strided:
                 return None
-            key += (v.shape, v.stride(), v.dtype, v.device)
+            else:
+                key += (x.shape, x.stride(), x.dtype, x.device)
         if angles is not None:
             if type(angles) is not Angles or angles.convention != self.convention:
                 return None
@@ -242,7 +261,7 @@ class LayerCache:
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:
     step = zip("bs" if positions.dim() == 2 else "t", positions.shape, strict=True)
-    width = {"latent": "r", "k_rope": "p", "k": "gd", "v": "ge"}[name]
+    width = {"latent": "r", "k_rope": "p", "k": "gd", "v": "ge", "index": ("index_heads", "index_dim")}[name]
     expected = ", ".join(f"{dim}={size}" for dim, size in (*step, *zip(width, last, strict=True)))
     return f"{name}: expected [{expected}] in this step, got {tuple(x.shape)}"
 
@@ -251,3 +270,10 @@ def _rope_key_error(layout: KVLayout, k_rope: Tensor | None) -> str:
     if k_rope is None:
         return f"k_rope: expected the shared rotary key [..., p={layout.rope_dim}], got None"
     return f"k_rope: expected None, since the layout has rope_dim=0, got {tuple(k_rope.shape)}"
+
+
+def _index_error(layout: KVLayout, index: Tensor | None) -> str:
+    if index is None:
+        sizes = f"index_heads={layout.index_heads}, index_dim={layout.index_dim}"
+        return f"index: expected the index keys [..., {sizes}] that the layout stores, got None"
+    return f"index: expected None, got {came(index)}; make the layout with index_dim= to store index keys"

@@ -59,6 +59,12 @@ def check_options(
             f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; "
             "make the cache without mesh="
         )
+    for n, layout in enumerate(layouts):
+        if layout.index_dim and layout.window is None:
+            raise NotImplementedError(
+                f"mesh: expected layouts without index keys, since no rank could choose among the tokens of "
+                f"others, got index_dim={layout.index_dim} in layouts[{n}]; make the cache without mesh="
+            )
 
 
 def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) -> tuple[KVLayout, ...]:

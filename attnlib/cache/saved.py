@@ -208,8 +208,10 @@ def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:
 
 def _as_json(layout: KVLayout) -> dict[str, object]:
     """Return a layout as JSON values, with its field names in files."""
-    fields = asdict(layout).items()
-    return {_in_file(name): x if isinstance(x, bool | int | None) else str(x) for name, x in fields}
+    fields = asdict(layout)
+    if not layout.index_dim:  # like files from before layouts had index keys
+        fields = {name: x for name, x in fields.items() if not name.startswith("index_")}
+    return {_in_file(name): x if isinstance(x, bool | int | None) else str(x) for name, x in fields.items()}
 
 
 def _in_file(name: str) -> str:

@@ -13,14 +13,12 @@ from ..fp8 import Descales
 from ..internal.watched import are_watched, is_forward_mode
 from ..kv import KVView
 from ..masks.band import Mask
-from ..rope.rope import Angles
 from .call import NO_ORIGIN, Call
 
 # A cached call takes q, k, v and their descales. It returns the output, and the LSE if requested.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
-Write = Callable[
-    [Tensor, Tensor | None, Angles | None], None
-]  # a cached write takes the k and v of a step, and the rotary angles
+# A cached write takes the k and v of a step and the rotary angles, then the index keys if the layout has any.
+Write = Callable[..., None]
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
 COMPUTED = (type(None), torch.dtype)
 Key = tuple[object, ...]  # equal keys mean that one cached call or write can serve both

@@ -39,6 +39,7 @@ class Backend(Protocol):
         prepare: return a faster function that repeats a call, or None.
         variant: return the name of the kernels that would run a call, empty if there is only one kind.
         cannot_store: return the reasons why a device cannot store tokens of a dtype.
+        write_index: write index keys to a cache, as ``write_cache`` writes keys.
         write_cache, new_schedule, update_schedule, peer_memory: as in :mod:`attnlib.dispatch.storage`.
     """
 
@@ -53,6 +54,7 @@ class Backend(Protocol):
     variant: Callable[[Call], str]
     cannot_store: Callable[[torch.dtype, torch.device], list[str]]
     write_cache: Callable
+    write_index: Callable
     new_schedule: Callable
     update_schedule: Callable
     peer_memory: Callable

@@ -24,6 +24,7 @@ def write_cache(
     slots: Tensor,
     *,
     angles: Angles | None = None,
+    index: Tensor | None = None,
     key: Key | None = None,
 ) -> None:
     """Write the keys and values of tokens to a cache in place; ``angles`` rotate the keys first.
@@ -31,9 +32,10 @@ def write_cache(
     ``slots`` int64 has ``page * page_size + offset`` for each token; a token with -1 is skipped. Grouped
     storage takes k ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the
     latent ``[..., r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate.
-    Values are quantized if the layout stores int8 or fp8. If ``key`` is given, :func:`cached_write` later
-    returns a faster function that repeats the write. The key must identify everything that affects the write
-    except the slots.
+    ``index`` has the index keys ``[..., index_heads, index_dim]`` if the layout stores them; a second launch
+    writes them. Values are quantized if the layout stores int8 or fp8. If ``key`` is given,
+    :func:`cached_write` later returns a faster function that repeats the write. The key must identify
+    everything that affects the write except the slots.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the cache, or two tokens share a slot.
@@ -41,7 +43,10 @@ def write_cache(
     checks = are_checks_on(slots)
     if checks:
         check_slots(slots, kv.k.shape[0] * kv.page_size)
-    write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
+    backend = storing(kv.layout.dtype, kv.k.device)
+    write = backend.write_cache(kv, k, v, slots, angles)
+    if index is not None:
+        write = _with_index(write, backend.write_index(kv, index, slots))
     if key is not None and not checks:
         CALL_CACHE.add(
             kv, ("write", id(slots), key), write
@@ -51,6 +56,18 @@ def write_cache(
 def cached_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
     """Return the cached write for this key and these slots of a view, or None if there is none."""
     return CALL_CACHE.find(kv, ("write", id(slots), key))
+
+
+def _with_index(write: Write | None, write_index: Write | None) -> Write | None:
+    """Return a cached write of keys, values and index keys, or None if one of the two cannot be cached."""
+    if write is None or write_index is None:
+        return None
+
+    def write_all(k: Tensor, v: Tensor | None, angles: Angles | None, index: Tensor) -> None:
+        write(k, v, angles)
+        write_index(index, None, None)
+
+    return write_all
 
 
 def new_schedule(
@@ -88,11 +105,9 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> object | None:
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy pages ``(from, to)`` within a cache. No page may be both the source and the target of a copy."""
     source, target = torch.tensor(pairs, dtype=torch.int64, device=kv.k.device).unbind(1)
-    planes = (kv.k, kv.k_rope, None if kv.v is kv.k else kv.v)
-    scales = (kv.k_scale, None if kv.v_scale is kv.k_scale else kv.v_scale)
-    for plane in (*planes, *scales):
-        if plane is not None:
-            plane[target] = plane[source]
+    for name in kv.layout.planes:
+        plane = getattr(kv, name)
+        plane[target] = plane[source]
 
 
 class StoredKeys(NamedTuple):

@@ -4,7 +4,7 @@ import os
 from unittest import mock
 
 import pytest
-from cache_model import KEEPING, LAYERS, Abort, Twin, state
+from cache_model import INDEXED, KEEPING, LAYERS, Abort, Twin, state
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,7 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
         rollback=st.sampled_from([0, 2]),
         max_length=st.sampled_from([None, 11]),
         layouts=st.sampled_from(
-            [LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2], (KEEPING,), (*LAYERS, KEEPING)]
+            [LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2], (KEEPING,), (*LAYERS, KEEPING), INDEXED]
         ),
         check=st.booleans(),
     )

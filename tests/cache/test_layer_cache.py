@@ -6,12 +6,15 @@ import pickle
 import pytest
 import torch
 from cache_model import LAYERS, Twin, append_all
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnlib import KVCache, KVLayout, Rope
 from attnlib.backends._torch.pages import quantise
 
 GROUPED = KVLayout.grouped(2, 4, 3)
 LATENT = KVLayout.latent(4, 2)
+INDEXED = KVLayout.grouped(2, 4, 3, index_dim=5, index_heads=2)
+INDEXED_LATENT = KVLayout.latent(4, 2, index_dim=5, index_heads=2, index_dtype=torch.float8_e4m3fn)
 
 
 def cache_of(*layouts, **sizes) -> KVCache:
@@ -69,6 +72,52 @@ def test_shapes_are_checked_against_the_step_and_the_layout(layout, packed, shap
     assert cache.used_bytes == 0
 
 
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            None,
+            ValueError,
+            r"index: expected the index keys \[..., index_heads=2, index_dim=5\] .*, got None",
+        ),
+        ((1, 3, 5), ValueError, r"index: expected \[b=1, s=3, index_heads=2, index_dim=5\] in this step"),
+        ((1, 3, 1, 5), ValueError, r"index: expected .* got \(1, 3, 1, 5\)"),
+        ((1, 2, 2, 5), ValueError, r"index: expected .* got \(1, 2, 2, 5\)"),
+        (
+            torch.zeros(1, 3, 2, 5).double(),
+            TypeError,
+            "index: expected torch.float32 like the cache",
+        ),
+        (torch.zeros(1, 3, 2, 5, device="meta"), ValueError, "index: expected device cpu like the cache"),
+        (torch.zeros(1, 3, 2, 5, requires_grad=True), NotImplementedError, "index: a cache has no backward"),
+        ([0.0], TypeError, "index: expected a tensor, got list"),
+    ],
+)
+@pytest.mark.parametrize("layout", [INDEXED, INDEXED_LATENT], ids=["grouped", "latent"])
+def test_index_keys_are_checked_against_the_step_and_the_layout(layout, given, error, message, warm):
+    """Also after steps whose write is repeated without checks; nothing is stored of a refused step."""
+    cache = cache_of(layout)
+    cache.admit()
+    tensors = (torch.randn(1, 3, 4), torch.randn(1, 3, 2)) if layout.is_latent else kv(1, 3)
+    for _ in range(3 if warm else 0):
+        appending(cache, *tensors, index=torch.randn(1, 3, 2, 5))
+    before = cache.used_bytes
+    given = torch.randn(given) if isinstance(given, tuple) else given
+    with pytest.raises(error, match=message):
+        appending(cache, *tensors, index=given)
+    assert cache.used_bytes == before
+
+
+@pytest.mark.parametrize("index", [torch.zeros(1, 3, 2, 5), 3])
+def test_a_layout_without_index_keys_refuses_them(index):
+    cache = cache_of(GROUPED)
+    cache.admit()
+    appending(cache, *kv(1, 3))
+    with pytest.raises(ValueError, match=r"index: expected None, got .*; make the layout with index_dim="):
+        appending(cache, *kv(1, 3), index=index)
+
+
 def test_grouped_storage_needs_a_value():
     cache = cache_of(GROUPED)
     cache.admit()
@@ -98,6 +147,25 @@ def test_autocast_casts_to_the_layouts_dtype():
     with cache.read(1) as (layer,):
         assert torch.equal(layer.view().k[0, :3], k[0].float())
         assert torch.equal(layer.view().v[0, :3], v[0].float())
+
+
+def test_autocast_casts_index_keys_too():
+    cache = cache_of(INDEXED)
+    cache.admit()
+    index = torch.randn(1, 3, 2, 5, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        appending(cache, *kv(1, 3), index=index)
+    with cache.read(1) as (layer,):
+        assert torch.equal(layer.view().index_keys(3), index.float())
+
+
+def test_rotating_keys_leaves_index_keys_alone():
+    cache = cache_of(INDEXED)
+    cache.admit()
+    index = torch.randn(1, 3, 2, 5)
+    appending(cache, *kv(1, 3), angles=Rope(4).angles(torch.arange(3)[None]), index=index)
+    with cache.read(1) as (layer,):
+        assert torch.equal(layer.view().index_keys(3), index)
 
 
 def test_another_device_is_refused():
@@ -218,18 +286,21 @@ def test_quantised_planes_hold_bytes_and_scales(store, latent):
                 assert torch.equal(view.v_scale[page, :3], quantise(v[0], store)[1])
 
 
-def test_a_fully_compiled_layer_is_compiled_once_for_decoding():
+@pytest.mark.parametrize("layout", [GROUPED, INDEXED], ids=["keys", "index keys"])
+def test_a_fully_compiled_layer_is_compiled_once_for_decoding(layout):
     frames = []
 
     def backend(graph, _):
         frames.append(graph)
         return graph.forward
 
-    def attend(layer, k, v):
-        view = layer.append(k, v, angles=rope.angles(layer.positions))
-        return view.k.sum() + view.lengths.sum() + (1 if layer.prefill else 0)
+    def attend(layer, k, v, index=None):
+        index = None if layer.layout.index_dim == 0 else k.new_ones(*k.shape[:2], 2, 5)
+        view = layer.append(k, v, angles=rope.angles(layer.positions), index=index)
+        total = view.k.sum() + view.lengths.sum() + (1 if layer.prefill else 0)
+        return total if index is None else total + view.index_keys().sum()
 
-    rope, cache = Rope(4), cache_of(GROUPED, GROUPED, pages=64)
+    rope, cache = Rope(4), cache_of(layout, layout, pages=64)
     cache.admit(2)
     with cache.step(20) as layers:
         for layer in layers:
@@ -243,6 +314,28 @@ def test_a_fully_compiled_layer_is_compiled_once_for_decoding():
     assert len(frames) == 1
     with pytest.raises(RuntimeError, match=r"layers \[1\] of 2 did not append"), cache.step(1) as layers:
         compiled(layers[0], *kv(2, 1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", [INDEXED, INDEXED_LATENT], ids=["grouped", "latent"])
+def test_prompts_of_any_length_are_compiled_once_with_their_index_keys(layout):
+    def gathered(layer, k, v, index):
+        return layer.append(k, v, index=index).index_keys(k.shape[1])
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gathered, backend=counter, fullgraph=True, dynamic=True)
+    cache, counts = cache_of(layout), []
+    cache.admit(2)
+    for n in (7, 9, 6, 8):
+        k, v = (torch.randn(2, n, 4), torch.randn(2, n, 2)) if layout.is_latent else kv(2, n)
+        index = torch.randn(2, n, 2, 5)
+        with cache.step(n) as (layer,):
+            ours = compiled(layer, k, v, index)
+            assert torch.equal(ours, gathered(layer, k, v, index))
+            assert ours[:, :n].any()
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[-1]  # the first append records the convention
     torch._dynamo.reset()
 
 

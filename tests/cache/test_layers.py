@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_model import append_all, content, paged, refused
+from cache_model import append, append_all, paged, refused
 
 
 def test_prefill_and_history():
@@ -56,5 +56,5 @@ def test_a_replay_of_some_layers_is_no_step():
     (handle,) = twin.admit()
     with pytest.raises(RuntimeError, match=r"layers \[1, 2, 3\] of 4 did not append"):  # noqa: SIM117
         with twin.cache.step(1, replay=True) as layers:
-            layers[0].append(*content(layers[0].layout, torch.zeros(1, 1, dtype=torch.int64), 0))
+            append(layers[0], torch.zeros(1, 1, dtype=torch.int64), 0)
     assert twin.cache.length(handle) == 0

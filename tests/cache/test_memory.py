@@ -11,6 +11,7 @@ FULL = KVLayout.grouped(2, 8)
 WINDOW = KVLayout.grouped(2, 8, window=20)
 SINKS = KVLayout.grouped(1, 8, window=20, first_tokens=3)
 LATENT = KVLayout.latent(16, 4, storage_dtype=torch.int8)
+INDEXED = KVLayout.latent(16, 4, index_dim=8, index_dtype=torch.float8_e4m3fn)
 
 
 def made(layouts, memory, **options):
@@ -23,7 +24,7 @@ def counts(cache):
 
 
 @given(
-    layouts=st.lists(st.sampled_from([FULL, WINDOW, SINKS, LATENT]), min_size=1, max_size=4),
+    layouts=st.lists(st.sampled_from([FULL, WINDOW, SINKS, LATENT, INDEXED]), min_size=1, max_size=4),
     memory=st.integers(20_000, 300_000),
     max_length=st.sampled_from([None, 30, 500]),
     most=st.sampled_from([None, 1, 16]),

@@ -6,15 +6,17 @@ import torch
 from attnlib import CAUSAL, KVCache, KVLayout, Mask, cached_attention_with_lse, sliding
 
 LAYOUTS = (
-    KVLayout.grouped(2, 8, 5, dtype=torch.float64),
-    KVLayout.latent(16, 4, window=600, dtype=torch.float64),
+    KVLayout.grouped(2, 8, 5, index_dim=3, dtype=torch.float64),
+    KVLayout.latent(16, 4, window=600, index_dim=3, index_dtype=torch.float8_e4m3fn, dtype=torch.float64),
 )
 MASKS = ((CAUSAL, Mask(None, 0, 7)), (sliding(600), sliding(5)))
 
 
 @torch.no_grad()
 def answers(page_size: int | None, backend: str) -> list[torch.Tensor]:
-    """Outputs and LSEs over two sequences that grow past a thousand tokens, in dense and packed steps."""
+    """Outputs, LSEs and index keys over two sequences that grow past a thousand tokens, in dense and packed
+    steps.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = {"max_sequences": 2, "max_length": 1400}
     if page_size is None:
@@ -30,7 +32,10 @@ def answers(page_size: int | None, backend: str) -> list[torch.Tensor]:
                 layout = kv.layout
                 widths = ((16,), (4,)) if layout.is_latent else ((2, 8), (2, 5))
                 new = [torch.randn(*rows, *x, dtype=torch.float64, generator=generator) for x in widths]
-                view = kv.append(*new)
+                index = torch.randn(*rows, 1, 3, dtype=torch.float64, generator=generator)
+                view = kv.append(*new, index=index)
+                keys = view.index_keys()
+                found += [keys[row, max(0, n - 600) : n] for row, n in enumerate(view.lengths.tolist())]
                 q = torch.randn(
                     *rows, 4, layout.dim + layout.rope_dim, dtype=torch.float64, generator=generator
                 )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ LAYOUTS = {
         KVLayout.grouped(2, 8, storage_dtype=torch.int8, dtype=torch.bfloat16),
         KVLayout.latent(8, 4, storage_dtype=torch.int8),
     ],
+    "index": [
+        KVLayout.grouped(2, 8, index_dim=6, index_heads=2),
+        KVLayout.latent(8, 4, window=6, index_dim=3, index_dtype=torch.float8_e4m3fn, dtype=torch.float16),
+    ],
     "fp8": [KVLayout.grouped(2, 8, storage_dtype=torch.float8_e4m3fn, dtype=torch.float16)],
 }
 
@@ -47,13 +52,16 @@ def append(cache: KVCache, n: int, rows: int) -> None:
     with cache.step(n) as layers:
         for layer in layers:
             x = layer.layout
-            lead, dtype = (rows, n), x.dtype
+            lead, dtype, index = (rows, n), x.dtype, None
+            if x.index_dim:
+                index = torch.randn(*lead, x.index_heads, x.index_dim, dtype=dtype)
             if x.is_latent:
                 tail = torch.randn(*lead, x.rope_dim, dtype=dtype) if x.rope_dim else None
-                layer.append(torch.randn(*lead, x.dim, dtype=dtype), tail)
+                layer.append(torch.randn(*lead, x.dim, dtype=dtype), tail, index=index)
             else:
                 layer.append(
-                    *(torch.randn(*lead, x.heads, width, dtype=dtype) for width in (x.dim, x.value_dim))
+                    *(torch.randn(*lead, x.heads, width, dtype=dtype) for width in (x.dim, x.value_dim)),
+                    index=index,
                 )
 
 
@@ -93,6 +101,11 @@ def test_what_is_loaded_is_what_was_saved(name, tmp_path):
     other.release(loaded)
     assert [x.used for x in other._sequences.allocators.values()] == used
     assert len(before) == sum(len(layer.planes) for layer in other._layers)
+    assert load_file(tmp_path / "again").keys() == {
+        f"{n}.{plane.replace('k_rope', 'k_tail')}"
+        for n, layout in enumerate(LAYOUTS[name])
+        for plane in ("numbers", *layout.planes)
+    }
     cache.save(first, tmp_path / "first")
     assert not torch.equal(*(load_file(tmp_path / x)["0.k"].view(torch.uint8) for x in ("first", "second")))
 
@@ -171,7 +184,10 @@ def test_whatever_is_saved_is_loaded(
     if first_tokens:
         padding, page_sizes = 0, page_sizes[:1] * 2  # pages of other first tokens do not fit each other
     path = tmp_path_factory.getbasetemp() / "cut"
-    layouts = [KVLayout.grouped(1, 4, window=window, first_tokens=first_tokens), KVLayout.grouped(1, 4)]
+    layouts = [
+        KVLayout.grouped(1, 4, window=window, first_tokens=first_tokens, index_dim=2),
+        KVLayout.grouped(1, 4, index_dim=2, index_dtype=torch.float8_e4m3fn),
+    ]
     one, other = (made(layouts, size, 120, rollback=rollback) for size in page_sizes)
     (handle,) = one.admit(left_padding=[padding])
     for _ in range(padding + length):  # one by one, so that the window drops what it can
@@ -180,20 +196,27 @@ def test_whatever_is_saved_is_loaded(
     one.save(handle, path)
     loaded = other.load(path)
     masks = attention_sinks(first_tokens, window) if first_tokens else sliding(window), CAUSAL
-    q, new = torch.randn(1, 1, 1, 4), torch.randn(2, 1, 1, 1, 4)
+    q, new, index = torch.randn(1, 1, 1, 4), torch.randn(2, 1, 1, 1, 4), torch.randn(1, 1, 1, 2)
 
     def next_row(cache):
         with cache.step(1) as layers:
-            return [
-                cached_attention(q, kv.append(*new), mask=mask)
-                for kv, mask in zip(layers, masks, strict=True)
-            ]
+            views = [kv.append(*new, index=index) for kv in layers]
+            rows = [cached_attention(q, view, mask=mask) for view, mask in zip(views, masks, strict=True)]
+            return rows, [seen_index(view) for view in views]
 
-    torch.testing.assert_close(next_row(other), next_row(one))
+    torch.testing.assert_close(next_row(other), next_row(one), rtol=0, atol=1e-6)
     back = min(rollback, other.length(loaded) - max(least(other, loaded), least(one, handle) - padding, 0))
     for cache, of in ((one, handle), (other, loaded)):  # as far back as both still have what is seen there
         cache.truncate(of, cache.length(of) - max(back, 0))
-    torch.testing.assert_close(next_row(other), next_row(one))
+    torch.testing.assert_close(next_row(other), next_row(one), rtol=0, atol=1e-6)
+
+
+def seen_index(view) -> torch.Tensor:
+    """The index keys of the only sequence that its last query can see."""
+    first, length, start = view.layout.first_tokens, int(view.lengths), int(view.starts)
+    keys = view.index_keys(length)[0]
+    behind = max(start, length - (view.layout.window or length))
+    return torch.cat((keys[: min(first, behind)], keys[behind:]))
 
 
 def least(cache, handle) -> int:
@@ -258,6 +281,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "x"
     cache.save(handle, path)
     refused(made(LAYOUTS["grouped"]), path, ValueError, "expected layouts like this cache's")
+    indexed = [replace(layout, index_dim=4) for layout in LAYOUTS["windows"]]
+    refused(made(indexed), path, ValueError, "expected layouts like this cache's, .*'index_dim': 4")
     refused(made(LAYOUTS["windows"], pages=2), path, CacheFullError, "make the cache with a larger one")
     refused(made(LAYOUTS["windows"], rollback=9), path, ValueError, "layer 1 of this cache keeps more than")
     full = made(LAYOUTS["windows"], rows=1)

@@ -1,5 +1,7 @@
 """One layer of a random cache: its layout, what it appends, and what the oracle says is stored of that."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ class New(NamedTuple):
     v: Tensor | None
     angles: Angles | None
     tokens: dict
+    index: Tensor | None
 
 
 class Layer:
@@ -43,6 +46,9 @@ class Layer:
             )
             e = d if draw.maybe(0.6) else draw.dim()
             self.layout, widest = KVLayout.grouped(g, d, e, **kind), d
+        if draw.maybe(0.3):
+            index = {"index_dim": draw.dim(), "index_heads": draw.one((1, 1, 2, 4))}
+            self.layout = replace(self.layout, **index, index_dtype=draw.one((None, torch.float8_e4m3fn)))
         self.turned = 2 * draw.upto(widest // 2, 1) if widest > 1 and draw.maybe(0.4) else None
         self.interleaved = draw.maybe(0.5)
         self._usual: dict | None = None
@@ -72,7 +78,8 @@ class Layer:
             quantises = layout.storage_dtype is not None and not (i and layout.is_latent)
             turns = angles is not None and i == layout.is_latent
             if quantises:
-                plane = self._without_ties(draw, plane, (cos, sin) if turns else None)
+                turn = (cos, sin) if turns else None
+                plane = self._without_ties(draw, plane, layout.storage_dtype, turn)
             if hidden and draw.maybe(0.5):
                 plane[torch.tensor(hidden)] = torch.nan
             if plane.numel() and draw.maybe(0.02):
@@ -82,9 +89,21 @@ class Layer:
                 how = "plain"
             planes[i] = draw.arranged(plane.unflatten(0, lead), how)
         rows = [x.cpu().flatten(0, len(lead) - 1) for x in planes]
-        tokens = self._tokens(counts, rows, None if angles is None else (cos, sin))
+        index, stored = self._index(draw, total, lead)
+        tokens = self._tokens(counts, rows, None if angles is None else (cos, sin), stored)
         k, v = (x.squeeze(-2) if layout.is_latent else x for x in planes)
-        return New(k, None if layout.is_latent and not layout.rope_dim else v, angles, tokens)
+        return New(k, None if layout.is_latent and not layout.rope_dim else v, angles, tokens, index)
+
+    def _index(self, draw: Draw, total: int, lead: tuple[int, ...]) -> tuple[Tensor | None, Sequence]:
+        """Random index keys as given to append, and what is stored of them for each token."""
+        layout, store = self.layout, self.layout.index_dtype
+        if not layout.index_dim:
+            return None, [None] * total
+        index = draw.normal(total, layout.index_heads, layout.index_dim).to(layout.dtype)
+        index = index if store is None else self._without_ties(draw, index, store, None)
+        index = draw.arranged(index.unflatten(0, lead), draw.how())
+        rows = index.cpu().flatten(0, len(lead) - 1)
+        return index, rows.double() if store is None else quantised(rows, store)
 
     def _places(self, memory: Memory, name, n: int) -> range:
         return range(memory.length(name), memory.length(name) + n)
@@ -102,11 +121,13 @@ class Layer:
         phases = phases.expand(*lead, -1).reshape(-1, self.turned // 2)
         return angles, phases.cos(), phases.sin()
 
-    def _without_ties(self, draw: Draw, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _without_ties(
+        self, draw: Draw, x: Tensor, store: torch.dtype, turn: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """x, 0 where one byte a value would not be sure to round as the oracle does."""
         for _ in range(8):
             y = x if turn is None else rotated(x, *turn, interleaved=self.interleaved)
-            low, high = (quantised(y, self.layout.storage_dtype, 1 + sign * TIES) for sign in (-1, 1))
+            low, high = (quantised(y, store, 1 + sign * TIES) for sign in (-1, 1))
             unsure = low != high
             if not unsure.any():
                 return x
@@ -115,7 +136,9 @@ class Layer:
             x = x.masked_fill(unsure, 0)
         return torch.zeros_like(x)
 
-    def _tokens(self, counts: dict, planes: list[Tensor], turn: tuple[Tensor, Tensor] | None) -> dict:
+    def _tokens(
+        self, counts: dict, planes: list[Tensor], turn: tuple[Tensor, Tensor] | None, index: Sequence
+    ) -> dict:
         layout, (k, v) = self.layout, planes
         if turn is not None and layout.is_latent:
             v = rotated(v, *turn, interleaved=self.interleaved)
@@ -129,5 +152,5 @@ class Layer:
         )
         if layout.is_latent:
             k, v = torch.cat((k, v), -1), k
-        tokens = iter([Token(*pair) for pair in zip(k, v, strict=True)])
+        tokens = iter([Token(*x) for x in zip(k, v, index, strict=True)])
         return {name: [next(tokens) for _ in range(n)] for name, n in counts.items()}

@@ -263,9 +263,11 @@ class Life:
                 continue
             self._compare_positions(layer.positions, counts, lead)
             if self.draw.maybe(0.1):  # written again below
-                layer.append(*(x if x is None else x * torch.nan for x in mine[:2]), angles=mine.angles)
-            view = layer.append(mine.k, mine.v, angles=mine.angles)
+                k, v, index = (x if x is None else x * torch.nan for x in (mine.k, mine.v, mine.index))
+                layer.append(k, v, angles=mine.angles, index=index)
+            view = layer.append(mine.k, mine.v, angles=mine.angles, index=mine.index)
             rows = {name: self.memory.tokens[name][i] + mine.tokens[name] for name in counts}
+            self._compare_index(view, rows, counts)
             for _ in range(self.draw.one((0, 1, 1, 2))):
                 self._attend(i, view if self.draw.maybe(0.7) else layer.view(), rows, counts, lead)
         if ending[0] == "abort":
@@ -279,6 +281,25 @@ class Life:
         if positions.shape != lead or positions.flatten().tolist() != expected:
             raise Mismatch(f"positions: expected {expected} as {list(lead)}, got {positions.tolist()}")
 
+    def _compare_index(self, view: KVView, rows: dict, counts: dict) -> None:
+        """Compare the index keys that the queries of a step or read can see."""
+        layout, padding = view.layout, self.memory.padding
+        if not layout.index_dim or not rows:
+            return
+        found = view.index_keys(max(map(len, rows.values()))).double().cpu()
+        close = 0.0
+        if layout.index_dtype is not None:  # scaled in fp32, then rounded to the layout's dtype
+            close = 2 * max(torch.finfo(dtype).eps for dtype in (torch.float32, layout.dtype))
+        for row, (name, tokens) in enumerate(rows.items()):
+            length = len(tokens)
+            reach = length if layout.window is None else layout.window - 1 + counts[name]
+            first = max(padding[name], length - reach)
+            expected = [token.index for token in tokens[first:]]
+            if expected and not torch.allclose(found[row, first:length], torch.stack(expected), close, 0):
+                raise Mismatch(f"index keys of sequence {self.known[name][0]} from {first} on")
+            if found[row, length:].any() or found[row, : padding[name]].any():
+                raise Mismatch(f"index keys outside of sequence {self.known[name][0]} are not 0")
+
     def _read(self, tokens: int | dict, *, whole: bool = False) -> None:
         """Attend to what is stored; ``whole`` by all that can be seen."""
         (counts, lead), layers = self._counts(tokens), None
@@ -288,6 +309,7 @@ class Life:
                 layers = stack.enter_context(self.cache.read(tokens))
             for i, layer in enumerate(layers or ()):
                 rows = {name: self.memory.tokens[name][i] for name in counts}
+                self._compare_index(layer.view(), rows, counts)
                 self._attend(i, layer.view(), rows, counts, lead, whole=whole)
 
     def _attend(

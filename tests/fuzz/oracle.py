@@ -197,10 +197,11 @@ def magnitudes(x: Sequence, rule: Rule, dout: Tensor, dlse: Tensor) -> tuple[dic
 
 
 class Token(NamedTuple):
-    """What one token holds in one layer: k ``[g, d]`` and v ``[g, e]`` in fp64."""
+    """What one token holds in one layer: k ``[g, d]``, v ``[g, e]`` and its index keys, if any, in fp64."""
 
     k: Tensor
     v: Tensor
+    index: Tensor | None = None
 
 
 @dataclass

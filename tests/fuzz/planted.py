@@ -1,6 +1,7 @@
 """Bugs to plant in the library, one at a time, and the kind of case that should meet each of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -179,6 +180,14 @@ def first_argument(original: Callable) -> Callable:
     return lambda program, *arguments: program
 
 
+def without_index_keys(copy_pages: Callable) -> Callable:
+    def changed(view, pairs):
+        plain = replace(view.layout, index_dim=0, index_heads=1, index_dtype=None)
+        copy_pages(replace(view, layout=plain, check=False), pairs)
+
+    return changed
+
+
 # name -> the kind of case that meets it, how many cases it may take, where it is, and the bug
 PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
@@ -195,6 +204,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "rows of nobody left": ("varlen", 20, implementations, "_nothing", uninitialised),
     "left padding seen": ("cached", 40, implementations, "cached_batches", starts_ignored),
     "a forked page not copied": ("cached", 60, layers, "copy_pages", nothing),
+    "a forked page without its index keys": ("cached", 60, layers, "copy_pages", without_index_keys),
     "a forked page lost in a failed step": ("cached", 150, PageAllocator, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),
     "stale starts behind a window": ("cached", 60, TableBuffers, "_update_starts", nothing),

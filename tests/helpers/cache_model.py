@@ -9,15 +9,20 @@ import pytest
 import torch
 
 from attnlib import KVCache, KVLayout
+from attnlib.backends._torch.pages import quantise
 from attnlib.cache.pages import PageAllocator
 
 LAYERS = (
     KVLayout.grouped(2, 3, 1),
-    KVLayout.latent(4, 2, window=3),
-    KVLayout.grouped(1, 2, window=6),
+    KVLayout.latent(4, 2, window=3, index_dim=2, index_dtype=torch.float8_e4m3fn),
+    KVLayout.grouped(1, 2, window=6, index_dim=3, index_heads=2),
     KVLayout.latent(3, 0),
 )
-KEEPING = KVLayout.grouped(1, 2, window=4, first_tokens=3)
+KEEPING = KVLayout.grouped(1, 2, window=4, first_tokens=3, index_dim=2)
+INDEXED = (
+    KVLayout.grouped(2, 3, 1, index_dim=3, index_heads=2, index_dtype=torch.float8_e4m3fn),
+    KVLayout.latent(4, 2, index_dim=5),
+)
 
 
 def values(tokens, layer: int, heads: int, width: int, sign: int = 1) -> torch.Tensor:
@@ -36,9 +41,22 @@ def content(layout: KVLayout, tokens, layer: int) -> tuple[torch.Tensor, torch.T
     return k[..., 0, :], values(tokens, layer, 1, layout.rope_dim, -1)[..., 0, :] if layout.rope_dim else None
 
 
+def index_content(layout: KVLayout, tokens, layer: int) -> torch.Tensor | None:
+    """The index keys of token numbers, None for a layout without."""
+    if not layout.index_dim:
+        return None
+    return values(tokens, layer, layout.index_heads, layout.index_dim) + 0.5
+
+
+def append(layer, tokens, i: int):
+    """Append token numbers to a layer, the ``i``-th of its cache."""
+    index = index_content(layer.layout, tokens, i)
+    return layer.append(*content(layer.layout, tokens, i), index=index)
+
+
 def append_all(layers, tokens) -> list:
     """Append token numbers to every layer."""
-    return [layer.append(*content(layer.layout, tokens, i)) for i, layer in enumerate(layers)]
+    return [append(layer, tokens, i) for i, layer in enumerate(layers)]
 
 
 def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> None:
@@ -54,11 +72,13 @@ def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> Non
         view.layout.first_tokens,
     )
     assert length == len(tokens)
+    others = set()
     for j in range(start, length):
         page = int(view.table[row, j // size])
         if first and j >= -(-first // size) * size and j < reach // size * size:
             own = {int(view.table[row, n // size]) for n in (*range(first), *range(reach, length))}
             assert page in own
+            others.add(j)
             continue
         k, second = content(view.layout, tokens[j], layer)
         assert torch.equal(view.k[page, j % size], k if not view.layout.is_latent else k[None])
@@ -69,6 +89,26 @@ def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> Non
         else:
             assert view.k_rope is None
             assert torch.equal(view.v[page, j % size], second)
+    stored_index(view, row, layer, tokens, others)
+
+
+def stored_index(view, row: int, layer: int, tokens: list[int], others: set[int]) -> None:
+    """Assert that a row shows the index keys of ``tokens``, those of ``others`` aside, and zeros outside."""
+    expected = index_content(view.layout, tokens, layer)
+    assert (view.index is None) == (expected is None)
+    if expected is None:
+        return
+    if view.layout.index_dtype is not None:
+        whole, scale = quantise(expected, view.layout.index_dtype)
+        expected = whole.float() * scale[..., None]
+    found, start = view.index_keys(), int(view.starts[row])
+    assert found.shape[1:] == (view.table.shape[1] * view.page_size, *expected.shape[1:])
+    assert found.is_contiguous()
+    assert torch.equal(view.index_keys(len(tokens)), found[:, : len(tokens)])
+    rows = [j for j in range(start, len(tokens)) if j not in others]
+    assert torch.equal(found[row][rows], expected[rows])
+    assert not found[row, :start].any()
+    assert not found[row, len(tokens) :].any()
 
 
 def allocator_state(allocator: PageAllocator) -> tuple:
@@ -139,7 +179,7 @@ class Twin:
                 if i == fail_after:
                     raise Abort
                 assert layer.positions.tolist() == self._positions(new, before, dense=isinstance(tokens, int))
-                view = layer.append(*content(layer.layout, numbers, i))
+                view = append(layer, numbers, i)
                 self.check_view(view, i, {handle: self.model[handle] + new[handle] for handle in new}, before)
             self._check_writers(new)
             if fail_after is not None:
@@ -234,7 +274,8 @@ class Twin:
             mine = [layer for layer in self.cache._layers if layer.layout.window_class == window]
             held += allocator.used * allocator.page_size * sum(layer.layout.token_bytes for layer in mine)
             for layer in mine if self.cache._poisons else ():
-                assert all(plane[allocator._free].isnan().all() for plane in layer.planes.values())
+                free = (plane.float()[allocator._free] for plane in layer.planes.values())
+                assert all(plane.isnan().all() for plane in free)
         assert self.cache.used_bytes == held
         for handle, tokens in self.model.items():
             assert self.cache.length(handle) == len(tokens)

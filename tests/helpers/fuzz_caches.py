@@ -28,6 +28,9 @@ def layout_is_legal(*sizes):
     def legal(a):
         given = all(is_size(a[name]) for name in sizes) and is_int(a.get("rope_dim", 0), 0)
         given = given and none_or(a.get("value_dim"), is_size) and none_or(a["window"], is_size)
+        given = given and is_int(a["index_dim"], 0) and is_size(a["index_heads"])
+        given = given and none_or(a["index_dtype"], lambda x: x is torch.float8_e4m3fn)
+        given = given and (a["index_dim"] > 0 or (a["index_heads"] == 1 and a["index_dtype"] is None))
         return given and is_dtype(a["dtype"]) and is_store(a["storage_dtype"])
 
     return legal
@@ -216,6 +219,7 @@ def step_is_legal(used, a):
     return bool(a["replay"] or not (sum(tokens.values()) if isinstance(tokens, Mapping) else tokens))
 
 
+INDEX = {"index_dim": 3, "index_heads": 2, "index_dtype": None}
 CACHES = {
     "KVLayout.grouped": a_call(
         KVLayout.grouped,
@@ -226,13 +230,14 @@ CACHES = {
             "window": None,
             "dtype": torch.float32,
             "storage_dtype": None,
+            **INDEX,
         },
         layout_is_legal("heads", "dim"),
         bytes_are_counted,
     ),
     "KVLayout.latent": a_call(
         KVLayout.latent,
-        {"rank": 8, "rope_dim": 4, "window": None, "dtype": torch.float32, "storage_dtype": None},
+        {"rank": 8, "rope_dim": 4, "window": None, "dtype": torch.float32, "storage_dtype": None, **INDEX},
         layout_is_legal("rank"),
         bytes_are_counted,
     ),

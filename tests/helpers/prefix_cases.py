@@ -11,7 +11,13 @@ from attnlib import cached_attention_with_lse as attend
 HEADS, SIZE, MOST = 4, 2, 24
 GROUPED = KVLayout.grouped(2, 4, 3, dtype=torch.float64)
 LATENT = KVLayout.latent(6, 2, dtype=torch.float64)
-LAYOUTS = (GROUPED, LATENT, replace(GROUPED, window=5), replace(LATENT, storage_dtype=torch.int8))
+INDEX = {"index_dim": 3, "index_dtype": torch.float8_e4m3fn}
+LAYOUTS = (
+    replace(GROUPED, index_dim=3, index_heads=2),
+    LATENT,
+    replace(GROUPED, window=5),
+    replace(LATENT, storage_dtype=torch.int8, **INDEX),
+)
 SINKS, SLOPES = torch.tensor([0.3, -1.0, 2.0, 0.0]), torch.tensor([0.5, 0.1, 0.0, 1.0])
 CALLS = {
     "causal": {"mask": CAUSAL},
@@ -79,10 +85,14 @@ class Pair:
         new = [
             [torch.randn(*shape, *x, dtype=torch.float64) for x in _widths(layout)] for layout in self.layouts
         ]
+        index = [_index_keys(layout, shape) for layout in self.layouts]
         answers, views = [], []
         for cache, counts in zip(self.caches, given, strict=True):
             with (cache.read if reading else cache.step)(counts) as layers:
-                of = [kv.view() if reading else kv.append(*x[1:]) for kv, x in zip(layers, new, strict=True)]
+                of = [
+                    kv.view() if reading else kv.append(*x[1:], index=keys)
+                    for kv, x, keys in zip(layers, new, index, strict=True)
+                ]
                 if fail:
                     raise Abort
                 views += of
@@ -92,6 +102,7 @@ class Pair:
                     for call in _possible(view, calls)
                 ]
                 answers.append([y for view, q, call in asked for y in attend(q, view, **call)])
+                answers[-1] += [view.index_keys() for view in of if view.layout.index_dim]
         for ours, plain in zip(*answers, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
         return views[: len(self.layouts)]
@@ -106,6 +117,12 @@ def _widths(layout: KVLayout) -> tuple:
     if layout.is_latent:
         return (HEADS, layout.dim + layout.rope_dim), (layout.dim,), (layout.rope_dim,)
     return (HEADS, layout.dim), (layout.heads, layout.dim), (layout.heads, layout.value_dim)
+
+
+def _index_keys(layout: KVLayout, shape: tuple[int, ...]) -> torch.Tensor | None:
+    if not layout.index_dim:
+        return None
+    return torch.randn(*shape, layout.index_heads, layout.index_dim, dtype=torch.float64)
 
 
 def _possible(view, calls) -> list[dict]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from attnlib import CAUSAL, Gate, GroupedQueryAttention, KVLayout, MultiHeadLatentAttention, Rope, sliding
 from attnlib.sizes import GroupedShape, LatentShape
 
+index_dtypes = st.sampled_from([None, torch.float8_e4m3fn])
 stores = st.sampled_from([None, torch.int8, torch.float8_e4m3fn])
 windows = st.none() | st.integers(1, 9)
 gates = st.none() | st.builds(Gate, st.sampled_from(["head", "channel"]), bias=st.booleans())
@@ -15,6 +16,8 @@ gates = st.none() | st.builds(Gate, st.sampled_from(["head", "channel"]), bias=s
 def layouts(draw, windows=st.none()):  # noqa: B008 (strategies are values)
     dtypes, dims = st.sampled_from([torch.float16, torch.float32, torch.float64]), st.integers(1, 5)
     stored = {"dtype": draw(dtypes), "storage_dtype": draw(stores), "window": draw(windows)}
+    if draw(st.booleans()):
+        stored |= {"index_dim": draw(dims), "index_heads": draw(dims), "index_dtype": draw(index_dtypes)}
     if draw(st.booleans()):
         return KVLayout.latent(draw(dims), draw(st.integers(0, 3)), **stored)
     return KVLayout.grouped(draw(dims), draw(dims), draw(dims), **stored)

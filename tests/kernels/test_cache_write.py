@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib import KVCache, KVLayout, KVView, Rope, rotate
 from attnlib.backends import _torch
+from attnlib.backends._torch.pages import quantise
 from attnlib.backends._triton.decode import writes as triton_writes
 from attnlib.cache import layer_cache
 from attnlib.dispatch.storage import write_cache
+from attnlib.fp8 import E4M3
+from attnlib.kv import PLANES
 from attnlib.rope.rope import Angles
 
 WRITE = torch.ops.attnlib.triton_write
@@ -34,6 +37,12 @@ FACTORS = {
     "order": ("pages", "heads", "apart"),
     "step": ("dense", "row", "packed"),
     "fused": (False, True),
+}
+INDEX_FACTORS = {
+    **{name: FACTORS[name] for name in ("dtype", "heads", "turned", "interleaved", "order", "step", "fused")},
+    "index_dim": (128, 59),
+    "index_heads": (1, 3),
+    "whole_rows": (True, False),
 }
 # A garbage slot is skipped as -1 is, and the last two tokens are written to the first and the last slot.
 SLOTS = (7, -1, PAGES * SIZE, 3, 2**40, -(2**63), 12, 9, 0, PAGES * SIZE - 1)
@@ -56,7 +65,7 @@ def view_of(layout: KVLayout, order: str = "pages", device: str = "cpu") -> KVVi
 
 
 def assert_equal_views(ours: KVView, expected: KVView) -> None:
-    for name in ("k", "k_rope", "v", "k_scale", "v_scale"):
+    for name in PLANES:
         x, y = getattr(ours, name), getattr(expected, name)
         if x is not None:
             assert_same_bits((x.float().cpu(), y.float()))
@@ -72,14 +81,21 @@ def to_device(x):
 
 
 def assert_written(
-    layout: KVLayout, k: Tensor, v: Tensor | None, angles: Angles | None, order: str = "pages"
+    layout: KVLayout,
+    k: Tensor,
+    v: Tensor | None,
+    angles: Angles | None,
+    order: str = "pages",
+    index: Tensor | None = None,
 ) -> None:
     """Both writers leave the same planes, the untouched parts included."""
     slots = torch.tensor(SLOTS)
     ours, expected = view_of(layout, order, DEVICE), view_of(layout, order)
     kept = torch.where((slots >= 0) & (slots < PAGES * SIZE), slots, -1)
     _torch.write_cache(expected, k, v, kept, angles)
-    write_cache(ours, *map(to_device, (k, v, slots)), angles=to_device(angles))
+    if index is not None:
+        _torch.write_index(expected, index, kept)
+    write_cache(ours, *map(to_device, (k, v, slots)), angles=to_device(angles), index=to_device(index))
     assert_equal_views(ours, expected)
 
 
@@ -150,6 +166,23 @@ def test_rounding_and_rows_that_are_not_finite(store):
     broken = ~scale.isfinite()
     assert_same_bits((values[~broken], right[~broken]))
     assert not values[broken].isfinite().any()  # as a byte, what is no number depends on the processor
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("store", STORES, ids=str)
+def test_index_keys_have_the_bits_of_torch_in_their_own_plane(store, stored):
+    """Whatever keys and values are stored in, in planes and tokens of any order; keys are written as ever."""
+    for latent, chosen in product((False, True), pairwise(INDEX_FACTORS)):
+        case = SimpleNamespace(**chosen, widths=(24, 16))
+        options = {"dtype": case.dtype, "storage_dtype": store, "index_dtype": stored}
+        options |= {"index_dim": case.index_dim, "index_heads": case.index_heads}
+        layout = (
+            KVLayout.latent(24, 16, **options) if latent else KVLayout.grouped(case.heads, 24, 16, **options)
+        )
+        k, v = new_tokens(case, latent)
+        index = torch.randn(*tokens_of(case.step), case.index_dim, case.index_heads, dtype=case.dtype).mT
+        index = index.contiguous() if case.whole_rows else index
+        assert_written(layout, k, v, angles_for(case, 16 if latent else 24), case.order, index)
 
 
 def arguments(latent: bool, store: torch.dtype | None) -> tuple:
@@ -251,20 +284,56 @@ def test_what_was_appended_before_is_written_at_once_and_all_else_is_checked():
         kv.append(k, v)
 
 
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+@torch.no_grad()
+def test_index_keys_are_written_at_once_with_the_keys(stored):
+    cache = cache_of(KVLayout.latent(16, 4, index_dim=12, index_heads=2, index_dtype=stored))
+
+    def append(kv, index):
+        latent = random(2, 3, 16)
+        view = kv.append(latent, random(2, 3, 4), index=index)
+        assert_same_bits((view.k[kv._slots // 4, kv._slots % 4, 0], latent.flatten(0, 1)))
+        whole = index.cpu().flatten(0, 1)
+        if stored is not None:
+            kept, scale = quantise(whole, stored)
+            whole = kept.float() * scale[..., None]
+        length = int(view.lengths[0])
+        assert_same_bits((view.index_keys(length)[:, -3:].flatten(0, 1).cpu(), whole))
+
+    with mock.patch.object(layer_cache, "write_cache", wraps=write_cache) as checked:
+        for count in (1, 2, 2, 2):  # the first append records the convention
+            with cache.step(3) as (kv,):
+                append(kv, random(2, 3, 2, 12))
+            assert checked.call_count == count
+        with cache.step(3) as (kv,):
+            append(kv, random(2, 3, 12, 2).mT)  # rows in pieces are copied
+            assert checked.call_count == 3
+            with Calls() as calls:
+                append(kv, random(2, 3, 2, 12))
+            assert calls.seen == 2
+            assert checked.call_count == 3
+
+
 @torch.no_grad()
 def test_a_compiled_append_is_one_graph():
-    layouts = (KVLayout.grouped(2, 8, storage_dtype=torch.int8), KVLayout.latent(16, 4))
+    layouts = (
+        KVLayout.grouped(2, 8, storage_dtype=torch.int8, index_dim=8),
+        KVLayout.latent(16, 4, index_dim=8, index_dtype=torch.float8_e4m3fn),
+    )
     compiled, eager = cache_of(*layouts), cache_of(*layouts)
     counter = CompileCounterWithBackend("aot_eager")
 
-    def append(layers, k, v, latent, k_rope):
+    def append(layers, k, v, latent, k_rope, index):
         angles = Rope(4).angles(layers[0].positions)
-        views = layers[0].append(k, v, angles=angles), layers[1].append(latent, k_rope, angles=angles)
-        return [view.k.float().nan_to_num().sum() for view in views]
+        views = (
+            layers[0].append(k, v, angles=angles, index=index),
+            layers[1].append(latent, k_rope, angles=angles, index=index),
+        )
+        return [view.k.float().nan_to_num().sum() + view.index_keys(8).sum() for view in views]
 
     run = torch.compile(append, backend=counter, fullgraph=True)
     for _ in range(6):  # over a page boundary
-        tensors = random(2, 1, 2, 8), random(2, 1, 2, 8), random(2, 1, 16), random(2, 1, 4)
+        tensors = [random(2, 1, *shape) for shape in ((2, 8), (2, 8), (16,), (4,), (1, 8))]
         with compiled.step(1) as layers:
             run(layers, *tensors)
         with eager.step(1) as layers:
@@ -278,34 +347,39 @@ def test_a_compiled_append_is_one_graph():
                 assert_same_bits(used)
 
 
+@pytest.mark.parametrize("index", [{}, {"index_dim": 128}, {"index_dim": 128, "index_dtype": E4M3}], ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA graph")
 @torch.no_grad()
-def test_a_captured_append_goes_where_each_step_says():
-    layout = KVLayout.grouped(2, 64, dtype=torch.bfloat16, storage_dtype=torch.float8_e4m3fn)
+def test_a_captured_append_goes_where_each_step_says(index):
+    layout = KVLayout.grouped(2, 64, dtype=torch.bfloat16, storage_dtype=torch.float8_e4m3fn, **index)
     cache, eager = cache_of(layout), cache_of(layout)
     k, v = random(2, 1, 2, 64, dtype=torch.bfloat16), random(2, 1, 2, 64, dtype=torch.bfloat16)
+    new_index = random(2, 1, 1, 128, dtype=torch.bfloat16) if index else None
     rope, graph = Rope(64), torch.cuda.CUDAGraph()
 
     def append(kv):
-        return kv.append(k, v, angles=rope.angles(kv.positions))
+        view = kv.append(k, v, angles=rope.angles(kv.positions), index=new_index)
+        return view, view.index_keys(12) if index else None
 
     for step in range(11):
-        k.normal_()
-        v.normal_()
+        for x in (k, v, new_index) if index else (k, v):
+            x.normal_()
         with eager.step(1) as (kv,):
-            expected = append(kv)
+            expected, expected_keys = append(kv)
         with cache.step(1, replay=step > 2) as (kv,):
             if step < 2:
-                view = append(kv)
+                view, index_keys = append(kv)
             elif step == 2:
                 with torch.cuda.graph(graph):
-                    view = append(kv)
+                    view, index_keys = append(kv)
             if step >= 2:
                 graph.replay()
         torch.cuda.synchronize()
-        for name in ("k", "v", "k_scale", "v_scale"):
+        for name in layout.planes:
             used = [getattr(x, name)[x.table[:, : step // 4 + 1].long()].float() for x in (view, expected)]
             assert_same_bits([x.flatten(1, 2)[:, : step + 1] for x in used])
+        if index:
+            assert_same_bits((index_keys, expected_keys))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the default suite writes there from a CPU")

@@ -385,6 +385,22 @@ def test_caches_that_ranks_cannot_share(mesh, options, why):
         cache_of(mesh, *options.pop("layouts", ()), **options)
 
 
+def test_index_keys_are_whole_on_every_rank(mesh):
+    """So layers with a window may have them, and no others."""
+    indexed, windowed = KVLayout.grouped(1, 8, index_dim=4), KVLayout.grouped(1, 8, window=4, index_dim=4)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"mesh: expected layouts without index keys, .* got index_dim=4 in layouts\[1\]",
+    ):
+        cache_of(mesh, PLAIN, indexed)
+    cache = cache_of(mesh, PLAIN, windowed)
+    cache.admit()
+    x, index = torch.randn(1, 3, 1, 8), torch.randn(1, 3, 1, 4)
+    with cache.step(3) as layers:
+        layers[0].append(x, x)
+        assert torch.equal(layers[1].append(x, x, index=index).index_keys(3), index)
+
+
 def test_what_is_no_mesh_of_one_dimension(mesh):
     with pytest.raises(ValueError, match=r"mesh: expected one dimension, as of mesh\['tp'\], got 2"):
         cache_of(init_device_mesh("cpu", (1, 1)))

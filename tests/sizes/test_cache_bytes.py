@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from size_helpers import layouts, windows
 
 from attnlib import CacheFullError, KVCache, KVLayout
+from attnlib.fp8 import E4M3
 from attnlib.sizes import cache_bytes, largest_batch, longest_context
 
 page_sizes = st.sampled_from([1, 2, 8])
@@ -28,6 +29,10 @@ def test_published_sizes():
         cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16, storage_dtype=torch.int8)], **token)
         == 512 + 4 + 128
     )
+    deepseek_v32 = KVLayout.latent(512, 64, index_dim=128, index_dtype=E4M3, dtype=torch.bfloat16)
+    assert cache_bytes([deepseek_v32], **token) == 1152 + 132  # FlashMLA and DeepGEMM store 132 bytes a key
+    minimax_m3 = KVLayout.grouped(4, 128, index_dim=128, index_heads=4, dtype=torch.bfloat16)
+    assert cache_bytes([minimax_m3], **token) == 2 * 3 * 4 * 128
 
 
 @given(

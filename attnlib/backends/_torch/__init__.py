@@ -14,7 +14,7 @@ from ...call.spec import AttentionSpec
 from ...call.statistic import Statistic
 from ...internal import watched
 from ...internal.watched import are_watched
-from ...kv import KVLayout, KVView
+from ...kv import KVView
 from ...rope.rope import Angles, rotate
 from ..operators import flat, flat_over_view, flat_statistic
 from . import fused
@@ -143,21 +143,30 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
     """
     latent = kv.layout.is_latent
     planes, scales = (kv.k, kv.k_rope if latent else kv.v), (kv.k_scale, None if latent else kv.v_scale)
-    write = partial(_write, kv.layout, planes, scales, slots)
+    write = partial(_write, kv.layout.storage_dtype, planes, scales, slots, latent=latent)
     write(k, v, angles)
     return write
 
 
+def write_index(kv: KVView, index: Tensor, slots: Tensor) -> Write:
+    """Write index keys to the cache, as :func:`write_cache` writes keys."""
+    write = partial(_write, kv.layout.index_dtype, (kv.index, None), (kv.index_scale, None), slots)
+    write(index, None, None)
+    return write
+
+
 def _write(
-    layout: KVLayout,
+    store: torch.dtype | None,
     planes: tuple[Tensor, Tensor | None],
     scales: tuple[Tensor | None, Tensor | None],
     slots: Tensor,
     k: Tensor,
     v: Tensor | None,
     angles: Angles | None,
+    *,
+    latent: bool = False,
 ) -> None:
-    latent, store, put = layout.is_latent, layout.storage_dtype, put_tokens
+    put = put_tokens
     if are_watched(k, k, slots):
         put = torch.ops.attnlib.torch_write
     if latent:
@@ -166,6 +175,6 @@ def _write(
         k, v = (k, rotate(v, angles)) if latent else (rotate(k, angles), v)
     if store is not None:
         k, k_scale = quantise(k, store)
-        v, v_scale = (v, None) if latent else quantise(v, store)
+        v, v_scale = (v, None) if scales[1] is None else quantise(v, store)
         put(*scales, k_scale, v_scale, slots)
     put(*planes, k, v, slots)

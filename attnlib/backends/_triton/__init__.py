@@ -12,7 +12,7 @@ from ...internal import watched
 from .decode.operators import Cached
 from .decode.peers import peer_memory
 from .decode.schedule import new_schedule, update_schedule
-from .decode.writes import cannot_store, write_cache
+from .decode.writes import cannot_store, write_cache, write_index
 from .dense import selected
 from .dense.operators import Dense
 from .dense.statistics import Statistics
@@ -27,7 +27,8 @@ class TritonBackend:
     With ``hopper``, calls on Hopper may use the dedicated Hopper kernels.
     """
 
-    cannot_store, write_cache = staticmethod(cannot_store), staticmethod(write_cache)
+    cannot_store = staticmethod(cannot_store)
+    write_cache, write_index = staticmethod(write_cache), staticmethod(write_index)
     new_schedule, update_schedule = staticmethod(new_schedule), staticmethod(update_schedule)
     peer_memory = staticmethod(peer_memory)
 

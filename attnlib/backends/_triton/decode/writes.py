@@ -40,7 +40,25 @@ def write_cache(
         check_rotation(k if not a.latent else v if v is None else v.unsqueeze(-2), angles)
         if a.cos.stride() != a.sin.stride() or a.cos.stride(-1) != 1:
             a = a._replace(cos=a.cos.contiguous(), sin=a.sin.contiguous())
-    a = a._replace(new_k=_with_whole_rows(k), new_v=_with_whole_rows(v), slots=slots.contiguous())
+    return _put(a, given)
+
+
+def write_index(kv: KVView, index: Tensor, slots: Tensor) -> Write | None:
+    """Write index keys to the cache in place, as :func:`write_cache` writes keys."""
+    a = WriteArguments(
+        kv.index, None, kv.index_scale, None, index, None, None, None, slots, interleaved=False, latent=False
+    )
+    return _put(a, a)
+
+
+def _put(a: WriteArguments, given: WriteArguments) -> Write | None:
+    """Write tokens to the cache, and return a function that repeats the write, or None.
+
+    ``given`` are the arguments of the caller; if ``a`` has copies of some, the write cannot be repeated.
+    """
+    a = a._replace(
+        new_k=_with_whole_rows(a.new_k), new_v=_with_whole_rows(a.new_v), slots=a.slots.contiguous()
+    )
     if _is_followed(a.new_k, a.new_v, a.cos):
         torch.ops.attnlib.triton_write(*a)
         return None
