@@ -206,8 +206,8 @@ def test_backends_stay_small():
     gradients by three kernels 348, and the plan of Hopper's kernel for selected tokens of latents 29; over a
     cache, the kernel and its plan brought 28. Gradients of lists that many heads share, as products that
     multiply listed keys once, which is three times as fast, brought 228. Mask and score functions in Hopper's
-    kernels over latents brought 20. Lists of rows in a cache, made while the decode kernel starts, brought 20.
-    Writing index keys, on two backends, brought 10.
+    kernels over latents brought 20. Lists of rows in a cache, made while the decode kernel starts, brought
+    20. Writing index keys, on two backends, brought 10.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
     assert sum(found.values()) <= 6295, f"{sum(found.values())} statements in backends/, not 6295: {found}"
