@@ -8,9 +8,10 @@ from torch import Tensor
 from ....call.spec import arch_of, is_interpreted
 from ....internal.checks import INT32
 from ...registration import Operator, register
+from ..launching import layouts
 from ..launching.config import LaunchConfig, fitting, power_of_two
 from ..launching.launch import Launch, against, cached_plan
-from ..launching.layouts import Key, key_of, processors, strides
+from ..launching.layouts import Key, key_of, strides
 from .tables import ROOMY
 
 # Each table lists (widest index head, tiles of rows and keys); a row is an index head of a query. A prototype
@@ -89,9 +90,11 @@ def plan(key: Key) -> Launch:
     table = FP32 if a.q.dtype.itemsize > 2 else LARGE if arch_of(key.device) in ROOMY else SMALL
     tiles = fitting(table, d)
     tiles = tiles._replace(block_m=max(padded, min(tiles.block_m, power_of_two(s * padded))))
+    if heads == 1:  # tiles of 128 x 128 scores spill (sm_90, triton 3.7.1)
+        tiles = tiles._replace(block_n=min(64, tiles.block_n))
     blocks = b * groups * -(-s // (tiles.block_m // padded))
     span = SPAN * tiles.block_n
-    while span > tiles.block_n and blocks * -(-t // span) < 2 * processors(key.device):
+    while span > tiles.block_n and blocks * -(-t // span) < 2 * layouts.processors(key.device):
         span //= 2
     if (programs := blocks * -(-t // span)) > INT32:
         raise NotImplementedError(f"triton: int32 does not count {programs} tiles of index scores")

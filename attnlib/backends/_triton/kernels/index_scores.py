@@ -37,8 +37,8 @@ def index_scores(
         m = tl.arange(0, BLOCK_M)
         i, head = i0 + m // HEADS_ALL, m % HEADS_ALL
         valid = (i < s) & (head < HEADS)
-        at = batch * stride_qb + i.to(tl.int64) * stride_qs + (group * HEADS + head) * stride_qh
-        q = load_columns(q_ptr, at, valid, D, D_ALL, True)
+        of_query = batch * stride_qb + i.to(tl.int64) * stride_qs + (group * HEADS + head) * stride_qh
+        q = load_columns(q_ptr, of_query, valid, D, D_ALL, True)
         w = tl.zeros([BLOCK_M], tl.float32) + scale
         if weights_ptr is not None:
             of_head = ((batch * s + i) * groups + group) * HEADS + head
