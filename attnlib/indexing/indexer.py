@@ -1,6 +1,7 @@
 """The value that describes an index branch: how it scores keys, and which keys it then chooses."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from ..internal.checks import check_count
@@ -13,7 +14,7 @@ Norms = Literal["layer", "rms"]
 Per = Literal["all", "group"]
 RopePlace = Literal["first", "last"]
 Pool = Literal["max", "mean"]
-CHOICES = {"source": Source, "norms": Norms, "per": Per, "rope_place": RopePlace}
+CHOICES = MappingProxyType({"source": Source, "norms": Norms, "per": Per, "rope_place": RopePlace})
 FLAGS = ("fp32", "query_scale", "weighted", "norm_after_pool", "tail")
 GATED = "'max', 'mean' or None, got 'gated'; pools with learnt gates, as in GLM-5.3-Flash, are not supported"
 
@@ -29,7 +30,8 @@ class Indexer:
     describe DeepSeek-V3.2, but for ``source="latent"`` and a rope.
 
     Args:
-        heads, head_dim: index heads, and channels of each.
+        heads: the number of index heads.
+        head_dim: the channels of each.
         top: entries of a list, which are blocks if ``block_size`` is above 1.
         source: what index queries are projected from: ``"x"``, the layer's input; ``"latent"``, the q latent
             of a latent layer; or ``"normed"``, a LayerNorm of x.
@@ -50,8 +52,9 @@ class Indexer:
             keys, which only complete blocks have.
         norm_after_pool: keys are pooled first, then normalized, then rotated at the position of the block's
             first key, as in Qwen 4.
-        local, first: how many of the last and of the first blocks are always chosen; they are part of
-            ``top``. The last block is the query's own, or with ``tail`` the last complete one.
+        local: how many of the last blocks are always chosen; they are part of ``top``. The last block is the
+            query's own, or with ``tail`` the last complete one.
+        first: how many of the first blocks are always chosen; they are part of ``top``.
         tail: only complete blocks are scored, and an incomplete block that the query is in is always chosen,
             in addition to ``top``.
 

@@ -7,9 +7,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from ..call.call import Call
+from ..call.statistic import Statistic, first_column
+from ..dispatch.statistics import compute
 from ..internal.checks import bind
 from ..masks.band import CAUSAL
-from ..weights import attention_weights
+from ..scores import Score
 from .branch import IndexTensors
 from .choosing import Finish, block_keys, block_maxima, candidates_of, check, packed_sequences
 from .indexer import Indexer
@@ -25,15 +28,14 @@ class MainAttention(NamedTuple):
     """The causal attention call that an index branch learns from.
 
     Queries are ``[b, s, h, d]``, keys ``[b, t, g, d]`` and the LSE ``[b, h, s]``; packed without ``b``. The
-    queries are the last ``s`` of ``t`` tokens. ``group`` has the ranks with the other heads of this layer,
-    in tensor parallelism.
+    queries are the last ``s`` of ``t`` tokens. The score has numbers only; sinks are part of the LSE.
+    ``group`` has the ranks with the other heads of this layer, in tensor parallelism.
     """
 
     q: Tensor
     k: Tensor
     lse: Tensor
-    scale: float | None = None
-    softcap: float | None = None
+    score: Score = Score()
     group: "ProcessGroup | None" = None
 
 
@@ -87,7 +89,7 @@ def index_loss(
 def _check(
     index: IndexTensors, main: MainAttention, indexer: Indexer, chosen: Tensor | None, finish: Finish | None
 ) -> None:
-    check(*index, indexer, finish)
+    check(index.queries, index.keys, index.weights, indexer, finish)
     dense = "b" * (index.queries.dim() == 4)
     sizes = dict(zip(f"{dense}s", index.queries.shape, strict=False))
     sizes["t"] = index.keys.shape[-2]
@@ -95,6 +97,8 @@ def _check(
     if chosen is not None:
         named.append(("chosen", chosen, f"{dense}scn"))
     bind(*named, known=sizes | {"c": indexer.lists})
+    if found := [*main.score.tensors, *["score"] * (main.score.function is not None)]:
+        raise NotImplementedError(f"index_loss: expected a score of numbers only, got {', '.join(found)}")
     if indexer.lists not in (1, main.k.shape[-2]):
         raise ValueError(
             f"indexer.heads: expected the {main.k.shape[-2]} KV heads of k with per='group', got "
@@ -161,30 +165,29 @@ class _Sequence(NamedTuple):
         valid = (blocks >= 0) & (blocks < candidates) & self.counted(rows)[..., None]
         return _kl(p[..., : scores.shape[-1]], scores, valid)
 
-    def _call(self, rows: slice, last: int, list_of: int) -> dict:
-        """Return the arguments of the main attention for some rows, and for the heads of one list."""
+    def _probabilities(self, rows: slice, last: int, list_of: int, wanted: Statistic) -> Tensor:
+        """Return probabilities of some rows, by the heads that read one list."""
         main, lists = self.main, self.indexer.lists
-        q, k = main.q[rows].unflatten(1, (lists, -1))[:, list_of], main.k[:last]
-        k = k if lists == 1 else k[:, list_of : list_of + 1]
+        q, k = main.q[rows].unflatten(1, (lists, -1))[:, list_of][None], main.k[None, :last]
+        k = k if lists == 1 else k[:, :, list_of : list_of + 1]
         lse = main.lse[:, rows].unflatten(0, (lists, -1))[list_of]
-        tensors = {"q": q[None], "k": k[None], "lse": lse[None]}
-        return tensors | {"mask": CAUSAL, "scale": main.scale, "softcap": main.softcap}
+        call = Call(q, CAUSAL, main.score, k, first_column(k))
+        return compute(call, wanted._replace(lse=lse[None]))[0]
 
     def _all_probabilities(self, rows: slice, last: int) -> Tensor:
         """Return the probabilities of all blocks, ``[s, c, blocks]``."""
-        queries, found = torch.arange(rows.stop - rows.start, device=self.main.q.device), []
-        for n in range(self.indexer.lists):
-            found.append(attention_weights(**self._call(rows, last, n), over="none", rows=queries)[0].mean(0))
+        wanted = Statistic("rows", rows=torch.arange(rows.stop - rows.start, device=self.main.q.device))
+        found = [self._probabilities(rows, last, n, wanted).mean(0) for n in range(self.indexer.lists)]
         p, size = self._reduced(torch.stack(found, 1)), self.indexer.block_size
         return F.pad(p, (0, -last % size)).unflatten(-1, (-1, size)).sum(-1)
 
     def _chosen_probabilities(self, rows: slice, last: int) -> Tensor:
         """Return the probabilities of the blocks in the lists, ``[s, c, n]``."""
-        at, found = _keys_of(self.lists[rows].long(), self.indexer.block_size), []
-        at = at.masked_fill(at >= last, -1)
-        for n in range(self.indexer.lists):
-            call = self._call(rows, last, n)
-            found.append(attention_weights(**call, over="heads", at=at[None, :, n].contiguous())[0])
+        at = _keys_of(self.lists[rows].long(), self.indexer.block_size)
+        at = at.masked_fill(at >= last, -1).transpose(0, 1).contiguous()
+        found = [
+            self._probabilities(rows, last, n, Statistic("heads", at=own[None])) for n, own in enumerate(at)
+        ]
         return self._reduced(torch.stack(found, 1)).unflatten(-1, (-1, self.indexer.block_size)).sum(-1)
 
     def _reduced(self, p: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ ROOMS = {
     "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
     "cache/prefixes": {"cache", "dispatch", "call", *VALUES},
     "cache": {"dispatch/storage", *VALUES},
-    "indexing": {"weights", "dispatch", *VALUES},
+    "indexing": {"dispatch/statistics", "dispatch", "call", *VALUES},
     "functional": {"dispatch/run", "dispatch", "dispatch/warnings", "call", *VALUES},
     "weights": {"dispatch/statistics", "call", *VALUES},
     "dispatch/warnings": {"call", *VALUES},

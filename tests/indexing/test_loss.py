@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, attention_with_lse, masks
 from attnlib.indexing import Indexer, IndexTensors, MainAttention, choose, index_loss
+from attnlib.scores import Score
 
 CASES = {name: x for name, x in INDEXERS.items() if "without" not in name}
 CASES |= {
@@ -18,6 +19,7 @@ CASES |= {
 }
 H, G, D = 8, 4, 12
 SCALE, SOFTCAP = 0.4, 5.0
+SCORE = Score(SCALE, SOFTCAP)
 
 
 def index_of(s: int, t: int, indexer: Indexer, b: int = 2) -> IndexTensors:
@@ -29,7 +31,7 @@ def index_of(s: int, t: int, indexer: Indexer, b: int = 2) -> IndexTensors:
 def main_of(s: int, t: int, mask=CAUSAL, b: int = 2) -> MainAttention:
     q, k = (torch.randn(b, n, h, D, dtype=torch.float64) for n, h in ((s, H), (t, G)))
     lse = attention_with_lse(q, k, k, mask=mask, scale=SCALE, softcap=SOFTCAP)[1]
-    return MainAttention(q, k, lse, SCALE, SOFTCAP)
+    return MainAttention(q, k, lse, SCORE)
 
 
 def branch_of(indexer: Indexer):
@@ -45,7 +47,7 @@ def dense_loss(index, main, indexer, chosen=None, branch=None) -> Tensor:
     s, t, size, c = main.q.shape[1], main.k.shape[1], indexer.block_size, indexer.lists
     seen = torch.arange(t) <= torch.arange(t - s, t)[:, None]
     products = torch.einsum("bsgfd,btgd->bgfst", main.q.unflatten(2, (G, -1)), main.k).flatten(1, 2)
-    logits = (main.softcap * torch.tanh(main.scale * products / main.softcap)).masked_fill(~seen, -torch.inf)
+    logits = (SOFTCAP * torch.tanh(SCALE * products / SOFTCAP)).masked_fill(~seen, -torch.inf)
     p = torch.exp(logits - main.lse[..., None]).unflatten(1, (c, -1)).mean(2).transpose(1, 2)  # [b, s, c, t]
     scores = plain_scores(index, indexer, branch)
     p = torch.stack([x.sum(-1) for x in p.split(size, -1)], -1)[..., : scores.shape[-1]]
@@ -96,7 +98,7 @@ def test_a_loss_of_its_own_targets_is_zero():
     indexer = Indexer(1, D, activation=None, weighted=False, scale=SCALE)
     q, k = torch.randn(2, 9, 1, D), torch.randn(2, 9, 1, D)
     lse = attention_with_lse(q, k, k, mask=CAUSAL, scale=SCALE)[1]
-    loss = index_loss(IndexTensors(q, k[:, :, 0], None), MainAttention(q, k, lse, SCALE), indexer)
+    loss = index_loss(IndexTensors(q, k[:, :, 0], None), MainAttention(q, k, lse, Score(SCALE)), indexer)
     torch.testing.assert_close(loss, torch.zeros(()), atol=1e-6, rtol=0)
 
 
@@ -115,7 +117,7 @@ def test_packed_sequences_are_weighed_by_their_queries(name, stage):
     lists = choose(*packed, indexer, finish=finish, **offsets) if stage == "chosen" else None
     found = index_loss(
         IndexTensors(*packed),
-        MainAttention(q, k, lse, SCALE, SOFTCAP),
+        MainAttention(q, k, lse, SCORE),
         indexer,
         chosen=lists,
         finish=finish,
@@ -173,7 +175,7 @@ def test_queries_that_see_nothing_do_not_count():
     lse[..., 12:] = -torch.inf
     found = index_loss(index, main._replace(lse=lse), indexer)
     few = IndexTensors(*(x[:, :12] for x in index))
-    short = MainAttention(main.q[:, :12], main.k[:, :12], main.lse[..., :12], SCALE, SOFTCAP)
+    short = MainAttention(main.q[:, :12], main.k[:, :12], main.lse[..., :12], SCORE)
     assert_same(found, dense_loss(few, short, indexer), leaves(index))
 
 
@@ -199,6 +201,9 @@ def test_refusals():
     index = index_of(9, 9, indexer)
     with pytest.raises(ValueError, match=r"indexer.heads: expected the 2 KV heads of k .* got 4"):
         index_loss(index, main._replace(k=main.k[:, :, :2]), indexer)
+    sinks = Score(sinks=torch.zeros(H))
+    with pytest.raises(NotImplementedError, match="expected a score of numbers only, got sinks"):
+        index_loss(index, main._replace(score=sinks), indexer)
     with pytest.raises(ValueError, match=r"lse: expected \[b=2, h=8, s=9\]"):
         index_loss(index, main._replace(lse=main.lse[..., 1:]), indexer)
     with pytest.raises(ValueError, match=r"k: expected \[b=2, t=9, g, d=12\]"):

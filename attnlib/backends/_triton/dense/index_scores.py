@@ -62,16 +62,20 @@ def _run(*given) -> Tensor:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.q, a.k))
     weights = None if a.weights is None else a.weights.float().contiguous()
     a = a._replace(q=q, k=k, weights=weights, ends=a.ends.int().contiguous())
-    result = _allocated(*a)
+    result = _allocated(a)
     if result.numel():
         plan(key_of(a, q, k)).on(a._asdict() | {"result": result})
     return result
 
 
-def _allocated(q: Tensor, k: Tensor, *rest: object) -> Tensor:
+def _allocated(a: IndexArguments) -> Tensor:
     """Allocate fp32 scores ``[b, s, c, t]``."""
-    (b, s, heads, _), by_head = q.shape, rest[-1]
-    return q.new_empty((b, s, heads if by_head else 1, k.shape[1]), dtype=torch.float32)
+    b, s, heads, _ = a.q.shape
+    return a.q.new_empty((b, s, heads if a.by_head else 1, a.k.shape[1]), dtype=torch.float32)
+
+
+def _fake(*given) -> Tensor:
+    return _allocated(IndexArguments(*given))
 
 
 @cached_plan
@@ -108,7 +112,7 @@ def plan(key: Key) -> Launch:
     return Launch(index_scores, programs, arguments, tiles)
 
 
-LIBRARY = register(Operator(NAME + SCHEMA, _run, _allocated))
+LIBRARY = register(Operator(NAME + SCHEMA, _run, _fake))
 
 
 def index_scores(*arguments) -> Tensor:
