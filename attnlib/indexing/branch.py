@@ -105,8 +105,8 @@ class IndexBranch(nn.Module):
             _check_given("positions", positions, "query_scale=True", needed=True)
         x = x.detach()
         keys, queries = self.k_proj(x), self._queries(x, latent, positions)
-        if indexer.rope is not None:
-            queries = self._amplified(self._rotated(queries, angles))
+        if indexer.rope is not None:  # YaRN's amplitude of queries and of keys
+            queries = self._rotated(queries, angles, indexer.rope.amplitude**2)
         if not indexer.norm_after_pool:
             keys = self._finished(keys, angles)
         if not indexer.weighted:
@@ -137,21 +137,13 @@ class IndexBranch(nn.Module):
         normed = self.k_norm(keys.to(self.k_norm.weight.dtype)).to(keys.dtype)
         return normed if angles is None else self._rotated(normed[..., None, :], angles)[..., 0, :]
 
-    def _rotated(self, x: Tensor, angles: Angles) -> Tensor:
-        rest = x.shape[-1] - self.indexer.rope.dim
-        if self.indexer.rope_place == "first" or not rest:
-            return rotate(x, angles)
-        return torch.cat((x[..., :rest], rotate(x[..., rest:], angles)), -1)
-
-    def _amplified(self, queries: Tensor) -> Tensor:
-        """Multiply the rotated channels by YaRN's amplitude for queries and for keys."""
-        rope = self.indexer.rope
-        if rope.amplitude == 1:
-            return queries
-        factors = torch.ones(queries.shape[-1], dtype=queries.dtype, device=queries.device)
-        rotated = slice(rope.dim) if self.indexer.rope_place == "first" else slice(-rope.dim, None)
-        factors[rotated] = rope.amplitude**2
-        return queries * factors
+    def _rotated(self, x: Tensor, angles: Angles, gain: float = 1.0) -> Tensor:
+        """Rotate heads, and multiply their rotated channels by ``gain``."""
+        dim = self.indexer.rope.dim
+        moved = dim if self.indexer.rope_place == "last" else 0
+        x = rotate(x.roll(moved, -1) if moved else x, angles)
+        x = x if gain == 1 else torch.cat((x[..., :dim] * gain, x[..., dim:]), -1)
+        return x.roll(-moved, -1) if moved else x
 
 
 def _check_given(name: str, given: object, field: str, *, needed: bool) -> None:

@@ -148,54 +148,41 @@ class _Sequence(NamedTuple):
             scored = widened(scored[: last // size if self.indexer.pool == "mean" else last])
             products = torch.einsum("scfd,td->scft", grouped, scored)
             j = torch.arange(scored.shape[0], device=seen.device)[None, None]
-            blocks, p = None, self._all_probabilities(rows, last)
+            blocks = torch.arange(-(-last // size), device=seen.device)[None, None]
         else:
             blocks = self.lists[rows].long()
             j = blocks if self.indexer.pool == "mean" else _keys_of(blocks, size)
             products = torch.einsum(
                 "scfd,scnd->scfn", grouped, widened(scored[j.clamp(0, scored.shape[0] - 1)])
             )
-            p = self._chosen_probabilities(rows, last)
         scores = combined(products, weights, self.indexer)
         if self.indexer.pool == "max":
             hidden = (j < 0) | (j >= seen[:, None, None])
             scores = block_maxima(scores.masked_fill(hidden, -torch.inf), size)
-        if blocks is None:
-            blocks = torch.arange(scores.shape[-1], device=seen.device)[None, None]
         valid = (blocks >= 0) & (blocks < candidates) & self.counted(rows)[..., None]
-        return _kl(p[..., : scores.shape[-1]], scores, valid)
+        count = scores.shape[-1]  # an incomplete block has no mean
+        return _kl(self._probabilities(rows, last)[..., :count], scores, valid[..., :count])
 
-    def _probabilities(self, rows: slice, last: int, list_of: int, wanted: Statistic) -> Tensor:
-        """Return probabilities of some rows, by the heads that read one list."""
-        main, lists = self.main, self.indexer.lists
-        q, k = main.q[rows].unflatten(1, (lists, -1))[:, list_of][None], main.k[None, :last]
-        k = k if lists == 1 else k[:, :, list_of : list_of + 1]
-        lse = main.lse[:, rows].unflatten(0, (lists, -1))[list_of]
-        call = Call(q, CAUSAL, main.score, k, first_column(k))
-        return compute(call, wanted._replace(lse=lse[None]))[0]
-
-    def _all_probabilities(self, rows: slice, last: int) -> Tensor:
-        """Return the probabilities of all blocks, ``[s, c, blocks]``."""
-        wanted = Statistic("rows", rows=torch.arange(rows.stop - rows.start, device=self.main.q.device))
-        found = [self._probabilities(rows, last, n, wanted).mean(0) for n in range(self.indexer.lists)]
-        p, size = self._reduced(torch.stack(found, 1)), self.indexer.block_size
-        return F.pad(p, (0, -last % size)).unflatten(-1, (-1, size)).sum(-1)
-
-    def _chosen_probabilities(self, rows: slice, last: int) -> Tensor:
-        """Return the probabilities of the blocks in the lists, ``[s, c, n]``."""
-        at = _keys_of(self.lists[rows].long(), self.indexer.block_size)
-        at = at.masked_fill(at >= last, -1).transpose(0, 1).contiguous()
-        found = [
-            self._probabilities(rows, last, n, Statistic("heads", at=own[None])) for n, own in enumerate(at)
-        ]
-        return self._reduced(torch.stack(found, 1)).unflatten(-1, (-1, self.indexer.block_size)).sum(-1)
-
-    def _reduced(self, p: Tensor) -> Tensor:
-        """Return the mean of the probabilities over the ranks with the other heads."""
-        if self.main.group is None or self.indexer.lists > 1:
-            return p
-        torch.distributed.all_reduce(p, group=self.main.group)
-        return p / self.main.group.size()
+    def _probabilities(self, rows: slice, last: int) -> Tensor:
+        """Return the probabilities of the keys of the lists, or of all, summed over blocks: ``[s, c, n]``."""
+        main, lists, size = self.main, self.indexer.lists, self.indexer.block_size
+        q, lse = main.q[rows].unflatten(1, (lists, -1)), main.lse[:, rows].unflatten(0, (lists, -1))
+        found = []
+        for n in range(lists):  # by the heads that read one list
+            k = main.k[None, :last] if lists == 1 else main.k[None, :last, n : n + 1]
+            call = Call(q[None, :, n], CAUSAL, main.score, k, first_column(k))
+            if self.lists is None:
+                every = torch.arange(q.shape[0], device=q.device)
+                found.append(compute(call, Statistic("rows", lse[n][None], every))[0].mean(0))
+            else:
+                at = _keys_of(self.lists[rows, n].long(), size)
+                at = at.masked_fill(at >= last, -1)[None]
+                found.append(compute(call, Statistic("heads", lse[n][None], at=at))[0])
+        p = torch.stack(found, 1)
+        if main.group is not None and lists == 1:
+            torch.distributed.all_reduce(p, group=main.group)
+            p /= main.group.size()
+        return F.pad(p, (0, -p.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
 
 
 def _keys_of(blocks: Tensor, size: int) -> Tensor:

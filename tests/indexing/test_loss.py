@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from index_cases import HIDDEN, INDEXERS, RANK, Family, plain_scores
+from leaving import leave
 from torch import Tensor
 
 from attnlib import CAUSAL, attention_with_lse, masks
 from attnlib.indexing import Indexer, IndexTensors, MainAttention, choose, index_loss
 from attnlib.scores import Score
+from tests.indexing.test_choosing import Largest
 
 CASES = {name: x for name, x in INDEXERS.items() if "without" not in name}
 CASES |= {
@@ -210,3 +213,38 @@ def test_refusals():
         index_loss(index, main._replace(k=main.k[:, 1:]), indexer)
     with pytest.raises(ValueError, match=r"chosen: expected \[b=2, s=9, c=4, n\]"):
         index_loss(index, main, indexer, chosen=torch.zeros(2, 9, 1, 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("stage", ["warm-up", "chosen"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4_exp"])
+def test_chunks_fit_into_the_budget(name, stage):
+    """No tensor of all pairs is made: of queries, keys and heads there are 800 x 800 x 4."""
+    indexer, budget = replace(CASES[name], top=3), 1 << 20
+    index = IndexTensors(*(None if x is None else x.detach().float() for x in index_of(800, 800, indexer, 1)))
+    index.keys.requires_grad_()
+    main, finish = main_of(800, 800, b=1), Family.of("qwen4_exp").branch.finish
+    main = main._replace(q=main.q.float(), k=main.k.float())
+    lists = choose(*index, indexer, finish=finish, budget=budget) if stage == "chosen" else None
+    with Largest() as largest:
+        index_loss(index, main, indexer, chosen=lists, finish=finish, budget=budget).backward()
+    assert largest.bytes <= budget
+
+
+def compare(rank: int, path: str):
+    """With two of four KV heads a rank, the loss and the gradients of both ranks are the whole ones."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    group = torch.distributed.group.WORLD
+    indexer, lists = CASES["deepseek_v32"], None
+    for _ in range(2):
+        index, main = index_of(20, 20, indexer), main_of(20, 20)
+        own_q = main.q.unflatten(2, (2, -1))[:, :, rank], main.k.unflatten(2, (2, -1))[:, :, rank]
+        own = MainAttention(*own_q, main.lse.unflatten(1, (2, -1))[:, rank], SCORE, group)
+        found = index_loss(index, own, indexer, chosen=lists)
+        assert_same(found, dense_loss(index, main, indexer, lists), leaves(index))
+        lists = choose(*(x.detach() for x in index), indexer)
+    leave()
+
+
+def test_ranks_with_other_heads(tmp_path):
+    mp.spawn(compare, (str(tmp_path / "store"),), nprocs=2)
