@@ -120,13 +120,13 @@ class _Sequence(NamedTuple):
         s, t = self.main.q.shape[0], self.main.k.shape[0]
         return torch.arange(t - s + 1, t + 1, device=self.main.q.device)
 
-    def counted(self, rows: slice = slice(None)) -> Tensor:
+    def counted(self) -> Tensor:
         """Return the queries that see a key and have a scored block in C, bool ``[s, c]``."""
-        candidates = candidates_of(self.seen[rows], self.indexer)[:, None]
-        sees = (self.main.lse[:, rows] > -torch.inf).any(0)[:, None]
+        candidates = candidates_of(self.seen, self.indexer)[:, None]
+        sees = (self.main.lse > -torch.inf).any(0)[:, None]
         if self.lists is None:
             return (sees & (candidates > 0)).expand(-1, self.indexer.lists)
-        return sees & ((self.lists[rows] >= 0) & (self.lists[rows] < candidates[..., None])).any(-1)
+        return sees & ((self.lists >= 0) & (self.lists < candidates[..., None])).any(-1)
 
     def chunks(self, scored: int) -> list[slice]:
         """Return the rows of each chunk, for so many keys that have a score; no rows if none has."""
@@ -159,7 +159,7 @@ class _Sequence(NamedTuple):
         if self.indexer.pool == "max":
             hidden = (j < 0) | (j >= seen[:, None, None])
             scores = block_maxima(scores.masked_fill(hidden, -torch.inf), size)
-        valid = (blocks >= 0) & (blocks < candidates) & self.counted(rows)[..., None]
+        valid = (blocks >= 0) & (blocks < candidates)
         count = scores.shape[-1]  # an incomplete block has no mean
         return _kl(self._probabilities(rows, last)[..., :count], scores, valid[..., :count])
 

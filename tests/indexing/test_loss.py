@@ -191,6 +191,15 @@ def test_without_a_scored_block_it_is_zero():
     assert index.queries.grad.abs().sum() == 0
 
 
+def test_numbers_of_keys_are_in_range(monkeypatch):
+    """The last block of a list may reach beyond the keys of a chunk."""
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    indexer = CASES["minimax_m3"]
+    index = index_of(30, 30, indexer)
+    lists = choose(*(x if x is None else x.detach() for x in index), indexer)
+    assert index_loss(index, main_of(30, 30), indexer, chosen=lists, budget=1).isfinite()
+
+
 def test_no_second_derivative():
     indexer = CASES["deepseek_v32"]
     index = index_of(5, 5, indexer)
