@@ -7,8 +7,9 @@ import torch
 from helpers import assert_close
 from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import Indexer
+from attnlib import FLOP_FORMULAS, Indexer
 from attnlib.dispatch.index_scores import kernel
 from attnlib.indexing import choose
 from attnlib.indexing.scores import index_scores
@@ -110,6 +111,17 @@ def test_choices_of_whole_numbers_are_those_of_the_cpu(name, b, s, t):
     lists = choose(*on_device, indexer).cpu().sort(-1).values
     exact = choose(q.double(), k.double(), w, indexer)  # no kernel computes fp64
     assert torch.equal(lists, exact.sort(-1).values)
+
+
+def test_the_operator_keeps_its_contract():
+    q, k, weights = made(2, 5, 20, INDEXERS["3 heads"], torch.float32)
+    ends = torch.full((2, 5), 9, dtype=torch.int32, device=DEVICE)
+    operator = torch.ops.attnlib.triton_index_scores.default
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (q, k, weights, ends, 0.5, True, False), test_utils=tests)
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+        index_scores(q, k, weights, ends, INDEXERS["3 heads"])
+    assert counter.get_total_flops() == 2 * 2 * 5 * 20 * 3 * 24
 
 
 @needs_gpu

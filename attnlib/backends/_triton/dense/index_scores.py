@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....call.spec import arch_of, is_interpreted
 from ....internal.checks import INT32
+from ...flops import index_flops
 from ...registration import Operator, register
 from ..launching import layouts
 from ..launching.config import LaunchConfig, fitting, power_of_two
@@ -112,7 +113,7 @@ def plan(key: Key) -> Launch:
     return Launch(index_scores, programs, arguments, tiles)
 
 
-LIBRARY = register(Operator(NAME + SCHEMA, _run, _fake))
+LIBRARY = register(Operator(NAME + SCHEMA, _run, _fake, index_flops))
 
 
 def index_scores(*arguments) -> Tensor:
