@@ -121,7 +121,7 @@ def _choose(
     scored, lists = block_keys(keys, indexer, finish), _no_entries(queries, indexer, t)
     tokens = torch.arange(1 - s, 1, device=keys.device, dtype=torch.int32)
     seen = (tokens + t)[None].expand(b, s) if lengths is None else lengths[:, None] + tokens
-    rows = max(1, budget // max(1, bytes_per_query(queries, scored) * b * indexer.lists * scored.shape[1]))
+    rows = max(1, budget // max(1, bytes_per_query(queries, scored, indexer)))
     for start in range(0, s, rows):
         stop = min(s, start + rows)
         last = t if lengths is not None else t - s + stop  # no query of this chunk sees later keys
@@ -153,8 +153,6 @@ def _chunk(queries: Tensor, scored: Tensor, weights: Tensor | None, seen: Tensor
     size, candidates = indexer.block_size, candidates_of(seen, indexer)
     ends = candidates if indexer.pool == "mean" else candidates * size if indexer.tail else seen
     scores = index_scores(queries, scored, weights, ends.int(), indexer)
-    if indexer.pool == "max":
-        scores = block_maxima(scores, size)
     scores[..., : indexer.first] = torch.inf
     if indexer.local:
         back = torch.arange(1, indexer.local + 1, device=seen.device)
@@ -166,15 +164,6 @@ def _chunk(queries: Tensor, scored: Tensor, weights: Tensor | None, seen: Tensor
         best = torch.cat((best, own[..., None, None].expand(-1, -1, best.shape[2], 1).int()), -1)
     every = _all_blocks(seen, best.shape[-1], size)
     return torch.where((candidates <= indexer.top)[..., None, None], every, best)
-
-
-def block_maxima(scores: Tensor, size: int) -> Tensor:
-    """Return the largest score of each block of ``size`` keys, of which the last may be incomplete."""
-    whole = scores.shape[-1] // size * size
-    blocks = scores[..., :whole].unflatten(-1, (-1, size)).amax(-1)
-    if whole == scores.shape[-1]:
-        return blocks
-    return torch.cat((blocks, scores[..., whole:].amax(-1, keepdim=True)), -1)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

@@ -14,9 +14,9 @@ from ..internal.checks import bind
 from ..masks.band import CAUSAL
 from ..scores import Score
 from .branch import IndexTensors
-from .choosing import Finish, block_keys, block_maxima, candidates_of, check, packed_sequences
+from .choosing import Finish, block_keys, candidates_of, check, packed_sequences
 from .indexer import Indexer
-from .scores import combined, widened
+from .scores import block_maxima, combined, widened
 
 if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup

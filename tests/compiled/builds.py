@@ -143,6 +143,10 @@ def index_entries() -> Iterator[Build]:
             yield Build(kernel, 90, (d, d))
         yield Build(kernel, 90, (128, 128), tokens=1)
         yield Build(kernel, 90, (128, 128), dtype="fp32")
+        for block in (32, 128):
+            yield Build(kernel, 90, (128, 128), block=block)
+        yield Build(kernel, 90, (128, 128), dtype="fp32", block=32)
+        yield Build(kernel, 86, (128, 128), block=128)
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128))
             yield Build(kernel, arch, (256, 256))

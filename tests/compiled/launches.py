@@ -131,7 +131,7 @@ def _index_scores(build: Build) -> Prepared:
     q = made(BATCH, build.tokens, 4 if by_head else 64, d, dtype=DTYPES[build.dtype])
     k, weights = made(BATCH, LONG, d, dtype=q.dtype), None if by_head else made(q.shape[:3])
     ends = made(BATCH, build.tokens, dtype=torch.int32)
-    a = index_scores.IndexArguments(q, k, weights, ends, 1.0, not by_head, by_head)
+    a = index_scores.IndexArguments(q, k, weights, ends, 1.0, not by_head, by_head, build.block or 1)
     return index_scores.plan(key_of(a, q, k)), a._asdict() | {"result": made(1)}
 
 

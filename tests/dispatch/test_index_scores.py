@@ -5,7 +5,7 @@ import torch
 
 from attnlib.backends._triton import against_index_scores
 from attnlib.backends._triton.launching.launch import IS_INSTALLED
-from attnlib.dispatch.index_scores import kernel
+from attnlib.dispatch.index_scores import kernel, pooled
 
 needs_triton = pytest.mark.skipif(not IS_INSTALLED, reason="needs triton")
 
@@ -51,5 +51,12 @@ def test_the_operator_has_a_fake():
     q, k = (x.to("meta") for x in tensors())
     ends, weights = torch.zeros(2, 3, dtype=torch.int32, device="meta"), q[..., 0]
     operator = torch.ops.attnlib.triton_index_scores
-    assert operator(q, k, weights, ends, 1.0, True, False).shape == (2, 3, 1, 5)
-    assert operator(q, k, None, ends, 1.0, True, True).shape == (2, 3, 4, 5)
+    assert operator(q, k, weights, ends, 1.0, True, False, 1).shape == (2, 3, 1, 5)
+    assert operator(q, k, None, ends, 1.0, True, True, 4).shape == (2, 3, 4, 2)
+
+
+def test_blocks_that_the_kernel_pools():
+    half, wide = torch.zeros(1, 1, 128, dtype=torch.float16), torch.zeros(1, 1, 128)
+    assert [pooled(half, size) for size in (1, 2, 3, 128, 256)] == [1, 2, 1, 128, 1]
+    assert [pooled(wide, size) for size in (1, 2, 3, 32, 128)] == [1, 2, 1, 32, 1]
+    assert pooled(torch.zeros(1, 1, 256, dtype=torch.float16), 64) == 1

@@ -205,10 +205,10 @@ def test_backends_stay_small():
     the two kernels of a forward over them 132, tiles of neighbouring queries 97, those over caches 200,
     gradients by three kernels 348, and the plan of Hopper's kernel for selected tokens of latents 29; over a
     cache, the kernel and its plan brought 28. Mask and score functions in Hopper's kernels over latents
-    brought 20, and a kernel for the scores of index branches 124.
+    brought 20, and a kernel for the scores of index branches 137.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 6161, f"{sum(found.values())} statements in backends/, not 6161: {found}"
+    assert sum(found.values()) <= 6174, f"{sum(found.values())} statements in backends/, not 6174: {found}"
 
 
 def test_the_benchmark_stays_small():

@@ -22,17 +22,19 @@ WIDEST = 256
 LARGE = ((128, LaunchConfig(128, 128, 3, 8)), (WIDEST, LaunchConfig(128, 64, 2, 8)))
 SMALL = ((128, LaunchConfig(64, 64, 2, 4)), (WIDEST, LaunchConfig(64, 32, 2, 4)))
 FP32 = ((128, LaunchConfig(32, 32, 1, 8)), (WIDEST, LaunchConfig(16, 32, 1, 8)))
+POOLED = 128  # most keys of a block, and most channels, of which a tile fits into 99 KB of shared memory
 MOST_HEADS = 128  # in a tile, whose rows are whole queries
 SPAN = 16  # tiles of keys of a program, which loads its queries once
 NAME = "triton_index_scores"
-SCHEMA = "(Tensor q, Tensor k, Tensor? weights, Tensor ends, float scale, bool relu, bool by_head) -> Tensor"
+TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends"
+SCHEMA = f"({TENSORS}, float scale, bool relu, bool by_head, SymInt pool) -> Tensor"
 
 
 class IndexArguments(NamedTuple):
     """The arguments of the operator: queries ``[b, s, HI, dI]``, keys ``[b, t, dI]``, weights ``[b, s, HI]``.
 
     A query sees the keys before its number in ``ends`` int32 ``[b, s]``. ``by_head``: heads are not summed
-    up.
+    up. Of each ``pool`` keys, the result has the largest score.
     """
 
     q: Tensor
@@ -42,6 +44,7 @@ class IndexArguments(NamedTuple):
     scale: float
     relu: bool
     by_head: bool
+    pool: int
 
 
 def against_index_scores(queries: Tensor, keys: Tensor) -> list[str]:
@@ -58,6 +61,12 @@ def against_index_scores(queries: Tensor, keys: Tensor) -> list[str]:
     return reasons
 
 
+def can_pool(keys: Tensor, size: int) -> bool:
+    """True if the kernel can return the largest scores of blocks of ``size`` keys ``[b, t, dI]``."""
+    most = POOLED if keys.dtype.itemsize == 2 else FP32[0][1].block_n  # larger tiles of fp32 spill
+    return size & (size - 1) == 0 and size <= most and keys.shape[2] <= POOLED
+
+
 def _run(*given) -> Tensor:
     a = IndexArguments(*given)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.q, a.k))
@@ -70,9 +79,9 @@ def _run(*given) -> Tensor:
 
 
 def _allocated(a: IndexArguments) -> Tensor:
-    """Allocate fp32 scores ``[b, s, c, t]``."""
-    b, s, heads, _ = a.q.shape
-    return a.q.new_empty((b, s, heads if a.by_head else 1, a.k.shape[1]), dtype=torch.float32)
+    """Allocate fp32 scores ``[b, s, c, t]``, or of blocks of keys."""
+    (b, s, heads, _), blocks = a.q.shape, -(-a.k.shape[1] // a.pool)
+    return a.q.new_empty((b, s, heads if a.by_head else 1, blocks), dtype=torch.float32)
 
 
 def _fake(*given) -> Tensor:
@@ -97,6 +106,7 @@ def plan(key: Key) -> Launch:
     tiles = tiles._replace(block_m=max(padded, min(tiles.block_m, power_of_two(s * padded))))
     if heads == 1:  # tiles of 128 x 128 scores spill (sm_90, triton 3.7.1)
         tiles = tiles._replace(block_n=min(64, tiles.block_n))
+    tiles = tiles._replace(block_n=max(a.pool, tiles.block_n))
     blocks = b * groups * -(-s // (tiles.block_m // padded))
     span = SPAN * tiles.block_n
     while span > tiles.block_n and blocks * -(-t // span) < 2 * layouts.processors(key.device):
@@ -107,7 +117,7 @@ def plan(key: Key) -> Launch:
         **strides("bsh", q=a.q._replace(strides=a.q.strides[:3])),
         **strides("bt", k=a.k._replace(strides=a.k.strides[:2])),
         "s": s, "t": t, "groups": groups, "span": span, "scale": a.scale,
-        "HEADS": heads, "HEADS_ALL": padded, "D": d, "D_ALL": power_of_two(d), "RELU": a.relu,
+        "HEADS": heads, "HEADS_ALL": padded, "D": d, "D_ALL": power_of_two(d), "RELU": a.relu, "POOL": a.pool,
         "PRECISION": "tf32" if key.tf32 else "ieee",
     }  # fmt: skip
     return Launch(index_scores, programs, arguments, tiles)

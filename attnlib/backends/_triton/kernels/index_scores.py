@@ -12,14 +12,15 @@ def index_scores(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, s, t, groups, span, scale,
     HEADS: tl.constexpr, HEADS_ALL: tl.constexpr, D: tl.constexpr, D_ALL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RELU: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POOL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the scores ``[b, s, groups, t]`` of queries ``[b, s, groups * HEADS, D]`` for keys ``[b, t, D]``.
 
-    Each query sees the keys before its number in ``ends_ptr``, and gets -inf for the others. ``weights_ptr``
-    is None if all weights are 1. One program computes ``span`` keys for the queries of ``BLOCK_M`` rows; each
-    has ``HEADS_ALL`` rows. With several heads, a tile of products is ``[keys, rows]``, so that most of a sum
-    over heads is within a thread.
+    Each query sees the keys before its number in ``ends_ptr``, and gets -inf for the others. Of each ``POOL``
+    keys, only the largest score is written, ``[b, s, groups, cdiv(t, POOL)]``; POOL divides BLOCK_N.
+    ``weights_ptr`` is None if all weights are 1. One program computes ``span`` keys for the queries of
+    ``BLOCK_M`` rows; each has ``HEADS_ALL`` rows. With several heads, a tile of products is ``[keys, rows]``,
+    so that most of a sum over heads is within a thread.
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS_ALL
     spans, tiles = tl.cdiv(t, span), tl.cdiv(s, QUERIES)
@@ -29,8 +30,9 @@ def index_scores(
     stop = tl.minimum(first + span, t)
 
     e = i0 + tl.arange(0, QUERIES)
-    out = result_ptr + ((batch * s + e) * groups + group) * t
-    end = tl.load(ends_ptr + batch * s + e, mask=e < s, other=0)
+    columns = tl.cdiv(t, POOL)
+    out = result_ptr + ((batch * s + e) * groups + group) * columns
+    end = tl.minimum(tl.load(ends_ptr + batch * s + e, mask=e < s, other=0), t)
     seen = tl.minimum(stop, tl.max(end, 0))
     k_rows, place = Rows(k_ptr, stride_kb, stride_kt, 0), TilePlace(batch, 0, 0)
     if first < seen:
@@ -44,22 +46,26 @@ def index_scores(
             of_head = ((batch * s + i) * groups + group) * HEADS + head
             w *= tl.load(weights_ptr + of_head, mask=valid, other=0.0)
         for n in tl.range(first, seen, BLOCK_N, num_stages=STAGES):
-            j = n + tl.arange(0, BLOCK_N)
+            j, c = n + tl.arange(0, BLOCK_N), n // POOL + tl.arange(0, BLOCK_N // POOL)
             ptr, at = pointers(k_rows, place, n, BLOCK_N, False)
             k = load_columns(ptr, at, j < t, D, D_ALL, True)
             if HEADS == 1:
                 x = tl.dot(q, k.T, input_precision=PRECISION)
                 x = (tl.maximum(x, 0.0) if RELU else x) * w[:, None]
                 x = tl.where(j[None, :] < end[:, None], x, float("-inf"))
-                tl.store(out[:, None] + j[None, :], x, mask=(e < s)[:, None] & (j < t)[None, :])
+                if POOL > 1:
+                    x = tl.max(x.reshape(QUERIES, BLOCK_N // POOL, POOL), 2)
+                tl.store(out[:, None] + c[None, :], x, mask=(e < s)[:, None] & (c < columns)[None, :])
             else:
                 x = tl.dot(k, q.T, input_precision=PRECISION)
                 x = (tl.maximum(x, 0.0) if RELU else x) * w[None, :]
                 x = tl.sum(x.reshape(BLOCK_N, QUERIES, HEADS_ALL), 2)
                 x = tl.where(j[:, None] < end[None, :], x, float("-inf"))
-                tl.store(out[None, :] + j[:, None], x, mask=(e < s)[None, :] & (j < t)[:, None])
+                if POOL > 1:
+                    x = tl.max(x.reshape(BLOCK_N // POOL, POOL, QUERIES), 1)
+                tl.store(out[None, :] + c[:, None], x, mask=(e < s)[None, :] & (c < columns)[:, None])
     hidden = first + tl.cdiv(tl.maximum(seen - first, 0), BLOCK_N) * BLOCK_N
     for n in tl.range(hidden, stop, BLOCK_N):
-        j = n + tl.arange(0, BLOCK_N)
-        nothing = tl.full([QUERIES, BLOCK_N], float("-inf"), tl.float32)
-        tl.store(out[:, None] + j[None, :], nothing, mask=(e < s)[:, None] & (j < stop)[None, :])
+        c = n // POOL + tl.arange(0, BLOCK_N // POOL)
+        nothing = tl.full([QUERIES, BLOCK_N // POOL], float("-inf"), tl.float32)
+        tl.store(out[:, None] + c[None, :], nothing, mask=(e < s)[:, None] & (c < columns)[None, :])
