@@ -126,7 +126,7 @@ class IndexBranch(nn.Module):
         source = x if latent is None else latent.detach()
         source = source if self.q_input_norm is None else self.q_input_norm(source)
         queries = self.q_proj(source).unflatten(-1, (-1, self.indexer.head_dim))
-        queries = queries if self.q_norm is None else self.q_norm(queries)
+        queries = queries if self.q_norm is None else _normed(self.q_norm, queries)
         if self.query_scale is None:
             return queries
         steps = torch.log1p(positions.to(torch.promote_types(queries.dtype, torch.float32)))
@@ -134,8 +134,8 @@ class IndexBranch(nn.Module):
         return (queries * factors[..., None]).to(queries.dtype)
 
     def _finished(self, keys: Tensor, angles: Angles | None) -> Tensor:
-        normed = self.k_norm(keys.to(self.k_norm.weight.dtype)).to(keys.dtype)
-        return normed if angles is None else self._rotated(normed[..., None, :], angles)[..., 0, :]
+        keys = _normed(self.k_norm, keys)
+        return keys if angles is None else self._rotated(keys[..., None, :], angles)[..., 0, :]
 
     def _rotated(self, x: Tensor, angles: Angles, gain: float = 1.0) -> Tensor:
         """Rotate heads, and multiply their rotated channels by ``gain``."""
@@ -144,6 +144,11 @@ class IndexBranch(nn.Module):
         x = rotate(x.roll(moved, -1) if moved else x, angles)
         x = x if gain == 1 else torch.cat((x[..., :dim] * gain, x[..., dim:]), -1)
         return x.roll(-moved, -1) if moved else x
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalize x in the dtype of the norm's weights, and round the result to the dtype of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _check_given(name: str, given: object, field: str, *, needed: bool) -> None:

@@ -40,6 +40,7 @@ def choose(
     some queries at a time, so that they take at most ``budget`` bytes, unless those of one query take more.
 
     Raises:
+        TypeError: queries and keys have different dtypes.
         ValueError: shapes do not fit, only one of the offsets is given, or ``finish`` is missing.
     """
     check(queries, keys, weights, indexer, finish)
@@ -85,12 +86,14 @@ def block_keys(keys: Tensor, indexer: Indexer, finish: Finish | None) -> Tensor:
 def check(
     queries: Tensor, keys: Tensor, weights: Tensor | None, indexer: Indexer, finish: Finish | None
 ) -> None:
-    """Raise ValueError unless index tensors fit each other and the indexer."""
+    """Raise ValueError or TypeError unless index tensors fit each other and the indexer."""
     named = [("queries", queries, "bshd" if queries.dim() == 4 else "shd")]
     named += [("keys", keys, "btd" if queries.dim() == 4 else "td")]
     if weights is not None:
         named += [("weights", weights, "bsh" if queries.dim() == 4 else "sh")]
     bind(*named, known={"h": indexer.heads, "d": indexer.head_dim})
+    if keys.dtype != queries.dtype:
+        raise TypeError(f"keys: expected {queries.dtype} like queries, got {keys.dtype}")
     if (weights is not None) != indexer.weighted:
         expected, got = ("None", "some") if weights is not None else ("a tensor", "None")
         raise ValueError(f"weights: expected {expected} for weighted={indexer.weighted}, got {got}")

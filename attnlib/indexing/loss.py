@@ -67,7 +67,9 @@ def index_loss(
     The formula is that of DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv 2512.02556, equations 3 and 4).
 
     Raises:
+        TypeError: index queries and keys have different dtypes.
         ValueError: shapes do not fit, only one of the offsets is given, or ``finish`` is missing.
+        NotImplementedError: the score has tensors or a function.
     """
     _check(index, main, indexer, chosen, finish)
     if cu_seqlens_q is None and cu_seqlens_k is None:

@@ -43,6 +43,17 @@ def test_packed_tokens_are_those_of_a_batch(name):
             torch.testing.assert_close(ours, expected[0])
 
 
+@pytest.mark.parametrize("name", INDEXERS)
+def test_queries_and_keys_have_one_dtype_under_autocast(name):
+    """Norms compute in fp32 there."""
+    family, (x, latent) = Family.of(name), inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        index = family.tensors(x, latent)
+        keys = family.branch.finish(index.keys, torch.arange(9))
+    assert index.queries.dtype == index.keys.dtype == keys.dtype == torch.bfloat16
+    assert index.weights is None or index.weights.dtype == torch.float32
+
+
 def test_hy_keeps_its_norm_and_weights_in_fp32():
     branch = Family.of("hy_v4", torch.bfloat16).branch
     x, latent = inputs(dtype=torch.bfloat16)

@@ -159,6 +159,8 @@ def test_refusals():
     offsets = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="keys: expected at least the s=5 tokens of the queries, got t=4"):
         choose(queries, keys[:, :4], weights, indexer)
+    with pytest.raises(TypeError, match=r"keys: expected torch.float32 like queries, got"):
+        choose(queries, keys.double(), weights, indexer)
     with pytest.raises(ValueError, match="weights: expected a tensor for weighted=True, got None"):
         choose(queries, keys, None, indexer)
     with pytest.raises(ValueError, match=rf"queries: expected .*h=4, d={WIDTH}"):
