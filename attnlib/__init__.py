@@ -55,6 +55,7 @@ from .functional import (
     varlen_attention_with_lse,
 )
 from .gate import Gate
+from .indexing import Indexer
 from .integrations import load_pretrained
 from .internal.renamed import module_getattr
 from .kv import KVLayout, KVView
@@ -111,6 +112,7 @@ __all__ = [
     "Fp8Inputs",
     "Gate",
     "GroupedQueryAttention",
+    "Indexer",
     "KVCache",
     "KVLayout",
     "KVView",

@@ -96,8 +96,16 @@ def statistic_flops(*arguments, out_val=None) -> int:
 statistic_flops._get_raw = True  # see _formula
 
 
+def index_flops(q: Tensor, k: Tensor, *rest: object, out_val=None) -> int:
+    """Return the FLOPs of index scores: one product over the channels of a key for each pair and head."""
+    return 2 * q.numel() * k.shape[1]
+
+
+index_flops._get_raw = True
+
+
 def formulas() -> Mapping[object, Callable[..., int]]:
-    """Return the FLOP formula of each attention operator; the backends must be loaded."""
+    """Return the FLOP formula of each operator that computes; the backends must be loaded."""
     kinds = {
         "forward": forward_flops,
         "backward": backward_flops,
@@ -110,4 +118,5 @@ def formulas() -> Mapping[object, Callable[..., int]]:
             for backend in BACKENDS
             for kind, flops in kinds.items()
         }
+        | {torch.ops.attnlib.triton_index_scores: index_flops}
     )

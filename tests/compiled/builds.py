@@ -16,6 +16,10 @@ MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in 
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
+INDEX = (
+    "index_scores",
+    "index_scores_by_head",
+)  # a kernel, of 64 heads and of 4 apart
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
 SELECTED = ("list_blocks", "list_unions", "selected_forward")
 LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
@@ -100,6 +104,7 @@ def entries() -> Iterator[Build]:
                 yield Build(kernel, 90, head, function=function)
     yield from quantize_entries()
     yield from statistic_entries()
+    yield from index_entries()
     yield from selected_entries()
     yield from tree_entries()
     yield from wide_entries()
@@ -131,6 +136,22 @@ def statistic_entries() -> Iterator[Build]:
         for arch in OTHERS:
             yield Build(kernel, arch, (128, 128))
             yield Build(kernel, arch, (576, 576))
+
+
+def index_entries() -> Iterator[Build]:
+    """The entries for scores of index branches, whose tiles depend on the head, the dtype and the chip."""
+    for kernel in INDEX:
+        for d in (64, 128, 256):
+            yield Build(kernel, 90, (d, d))
+        yield Build(kernel, 90, (128, 128), tokens=1)
+        yield Build(kernel, 90, (128, 128), dtype="fp32")
+        for block in (32, 128):
+            yield Build(kernel, 90, (128, 128), block=block)
+        yield Build(kernel, 90, (128, 128), dtype="fp32", block=32)
+        yield Build(kernel, 86, (128, 128), block=128)
+        for arch in OTHERS:
+            yield Build(kernel, arch, (128, 128))
+            yield Build(kernel, arch, (256, 256))
 
 
 def selected_entries() -> Iterator[Build]:

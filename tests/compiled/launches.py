@@ -2,6 +2,7 @@
 nothing.
 """
 
+from functools import partial
 from types import MappingProxyType
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from attnlib.backends._triton.decode import shapes as decode_shapes
 from attnlib.backends._triton.decode import writes
 from attnlib.backends._triton.decode.writes import write_cache
 from attnlib.backends._triton.dense import hopper as variants
-from attnlib.backends._triton.dense import quantize, statistics
+from attnlib.backends._triton.dense import index_scores, quantize, statistics
 from attnlib.backends._triton.dense import shapes as plans
 from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends._triton.launching import layouts
@@ -32,7 +33,17 @@ from attnlib.masks.trees import until
 from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
-from .builds import LATENTS, QUANTIZE, SELECTED, SELECTED_BACKWARD, SELECTED_ENTRIES, STATISTICS, Build
+from .builds import (
+    INDEX,
+    LATENTS,
+    LONG,
+    QUANTIZE,
+    SELECTED,
+    SELECTED_BACKWARD,
+    SELECTED_ENTRIES,
+    STATISTICS,
+    Build,
+)
 from .cached_builds import GROUP, SELECTED_DECODE, AnyBuild, CachedBuild
 
 DTYPES = MappingProxyType(
@@ -73,6 +84,7 @@ def prepared(build: AnyBuild) -> Prepared:
     plan_cache.cache_clear()  # of other chips, which are no part of what decides a plan
     with (
         patch.object(plans, "arch_of", lambda device: build.arch),
+        patch.object(index_scores, "arch_of", lambda device: build.arch),
         patch.object(layouts, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
@@ -80,6 +92,8 @@ def prepared(build: AnyBuild) -> Prepared:
 
 def _dense(build: Build) -> Prepared:
     """The launch of a call without a cache, forward or backward."""
+    if build.kernel in INDEX:
+        return _index_scores(build)
     named = _tensors(build)
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
@@ -123,6 +137,17 @@ def _dense(build: Build) -> Prepared:
         of_pass |= {"at": torch.empty(4096, dtype=torch.int32, device="meta")}
         return launches[SELECTED_ENTRIES.index(build.kernel)], named | _inverted() | of_pass
     return getattr(plan, build.kernel.removeprefix("backward_")), named
+
+
+def _index_scores(build: Build) -> Prepared:
+    """The launch of the scores of an index branch, of as many queries as the build has tokens."""
+    by_head, (d, _) = build.kernel == INDEX[1], build.head
+    made = partial(torch.empty, device="meta")
+    q = made(BATCH, build.tokens, 4 if by_head else 64, d, dtype=DTYPES[build.dtype])
+    k, weights = made(BATCH, LONG, d, dtype=q.dtype), None if by_head else made(q.shape[:3])
+    ends = made(BATCH, build.tokens, dtype=torch.int32)
+    a = index_scores.IndexArguments(q, k, weights, ends, 1.0, not by_head, by_head, build.block or 1)
+    return index_scores.plan(key_of(a, q, k)), a._asdict() | {"result": made(1)}
 
 
 def _inverted() -> dict[str, Tensor | None]:

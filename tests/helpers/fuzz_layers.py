@@ -14,6 +14,7 @@ from attnlib import (
     FULL,
     Gate,
     GroupedQueryAttention,
+    Indexer,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiQueryAttention,
@@ -317,8 +318,35 @@ def gate_is_legal(a):
     return known and is_bool(a["bias"])
 
 
+INDEXER = {
+    "heads": 2, "head_dim": 8, "top": 4, "source": "x", "norms": "rms", "fp32": False, "query_scale": False,
+    "activation": "relu", "weighted": False, "scale": 0.5, "per": "all", "rope": Rope(4),
+    "rope_place": "last", "block_size": 4, "pool": "mean", "norm_after_pool": True, "local": 1, "first": 1,
+    "tail": True,
+}  # fmt: skip
+
+
+def indexer_is_legal(a):
+    counts = all(is_int(a[name], 1) for name in ("heads", "head_dim", "top", "block_size"))
+    counts = (
+        counts and is_int(a["local"], 0) and is_int(a["first"], 0) and a["local"] + a["first"] <= a["top"]
+    )
+    flags = all(is_bool(a[name]) for name in ("fp32", "query_scale", "weighted", "norm_after_pool", "tail"))
+    known = {"source": ("x", "latent", "normed"), "norms": ("layer", "rms"), "activation": ("relu", None)}
+    known |= {"per": ("all", "group"), "rope_place": ("first", "last"), "pool": ("max", "mean", None)}
+    words = all(isinstance(a[name], str | None) and a[name] in values for name, values in known.items())
+    if not (counts and flags and words and none_or(a["scale"], is_number)):
+        return False
+    if a["rope"] is not None and not (isinstance(a["rope"], Rope) and a["rope"].dim <= a["head_dim"]):
+        return False
+    pooled = (a["pool"] is not None) == (a["block_size"] > 1) and (a["tail"] <= (a["block_size"] > 1))
+    means = a["tail"] if a["pool"] == "mean" else not a["norm_after_pool"]
+    return pooled and means and not (a["per"] == "group" and a["weighted"])
+
+
 LAYERS = {
     "Gate": a_call(Gate, {"per": "head", "activation": "softplus", "bias": True}, gate_is_legal),
+    "Indexer": a_call(Indexer, INDEXER, indexer_is_legal),
     "GroupedQueryAttention": a_call(
         GroupedQueryAttention,
         GROUPED | {"num_kv_heads": G},

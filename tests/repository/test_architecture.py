@@ -292,6 +292,7 @@ def test_the_exports():
             "Fp8Inputs",
             "Gate",
             "GroupedQueryAttention",
+            "Indexer",
             "SequenceHandle",
             "KVCache",
             "KVLayout",

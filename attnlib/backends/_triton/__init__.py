@@ -14,6 +14,9 @@ from .decode.peers import peer_memory
 from .decode.schedule import new_schedule, update_schedule
 from .decode.writes import cannot_store, write_cache, write_index
 from .dense import selected
+from .dense.index_scores import against_index_scores as against_index_scores
+from .dense.index_scores import can_pool as can_pool
+from .dense.index_scores import index_scores as index_scores
 from .dense.operators import Dense
 from .dense.statistics import Statistics
 from .dense.tables import WIDE, WIDEST, WIDEST_VALUE

@@ -1,0 +1,71 @@
+"""The scores of an index branch: products of small heads, of which a sum over heads remains."""
+
+import triton
+import triton.language as tl
+
+from .tile import COUNTS, Rows, TilePlace, load_columns, pointers
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "groups", "span"))
+def index_scores(
+    q_ptr, k_ptr, weights_ptr, ends_ptr, result_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, s, t, groups, span, scale,
+    HEADS: tl.constexpr, HEADS_ALL: tl.constexpr, D: tl.constexpr, D_ALL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RELU: tl.constexpr,
+    POOL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the scores ``[b, s, groups, t]`` of queries ``[b, s, groups * HEADS, D]`` for keys ``[b, t, D]``.
+
+    Each query sees the keys before its number in ``ends_ptr``, and gets -inf for the others. Of each ``POOL``
+    keys, only the largest score is written, ``[b, s, groups, cdiv(t, POOL)]``; POOL divides BLOCK_N.
+    ``weights_ptr`` is None if all weights are 1. One program computes ``span`` keys for the queries of
+    ``BLOCK_M`` rows; each has ``HEADS_ALL`` rows. With several heads, a tile of products is ``[keys, rows]``,
+    so that most of a sum over heads is within a thread.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // HEADS_ALL
+    spans, tiles = tl.cdiv(t, span), tl.cdiv(s, QUERIES)
+    first, rest = tl.program_id(0) % spans * span, tl.program_id(0) // spans
+    i0, pair = rest % tiles * QUERIES, (rest // tiles).to(tl.int64)
+    batch, group = pair // groups, pair % groups
+    stop = tl.minimum(first + span, t)
+
+    e = i0 + tl.arange(0, QUERIES)
+    columns = tl.cdiv(t, POOL)
+    out = result_ptr + ((batch * s + e) * groups + group) * columns
+    end = tl.minimum(tl.load(ends_ptr + batch * s + e, mask=e < s, other=0), t)
+    seen = tl.minimum(stop, tl.max(end, 0))
+    k_rows, place = Rows(k_ptr, stride_kb, stride_kt, 0), TilePlace(batch, 0, 0)
+    if first < seen:
+        m = tl.arange(0, BLOCK_M)
+        i, head = i0 + m // HEADS_ALL, m % HEADS_ALL
+        valid = (i < s) & (head < HEADS)
+        of_query = batch * stride_qb + i.to(tl.int64) * stride_qs + (group * HEADS + head) * stride_qh
+        q = load_columns(q_ptr, of_query, valid, D, D_ALL, True)
+        w = tl.zeros([BLOCK_M], tl.float32) + scale
+        if weights_ptr is not None:
+            of_head = ((batch * s + i) * groups + group) * HEADS + head
+            w *= tl.load(weights_ptr + of_head, mask=valid, other=0.0)
+        for n in tl.range(first, seen, BLOCK_N, num_stages=STAGES):
+            j, c = n + tl.arange(0, BLOCK_N), n // POOL + tl.arange(0, BLOCK_N // POOL)
+            ptr, at = pointers(k_rows, place, n, BLOCK_N, False)
+            k = load_columns(ptr, at, j < t, D, D_ALL, True)
+            if HEADS == 1:
+                x = tl.dot(q, k.T, input_precision=PRECISION)
+                x = (tl.maximum(x, 0.0) if RELU else x) * w[:, None]
+                x = tl.where(j[None, :] < end[:, None], x, float("-inf"))
+                if POOL > 1:
+                    x = tl.max(x.reshape(QUERIES, BLOCK_N // POOL, POOL), 2)
+                tl.store(out[:, None] + c[None, :], x, mask=(e < s)[:, None] & (c < columns)[None, :])
+            else:
+                x = tl.dot(k, q.T, input_precision=PRECISION)
+                x = (tl.maximum(x, 0.0) if RELU else x) * w[None, :]
+                x = tl.sum(x.reshape(BLOCK_N, QUERIES, HEADS_ALL), 2)
+                x = tl.where(j[:, None] < end[None, :], x, float("-inf"))
+                if POOL > 1:
+                    x = tl.max(x.reshape(BLOCK_N // POOL, POOL, QUERIES), 1)
+                tl.store(out[None, :] + c[:, None], x, mask=(e < s)[None, :] & (c < columns)[:, None])
+    hidden = first + tl.cdiv(tl.maximum(seen - first, 0), BLOCK_N) * BLOCK_N
+    for n in tl.range(hidden, stop, BLOCK_N):
+        c = n // POOL + tl.arange(0, BLOCK_N // POOL)
+        nothing = tl.full([QUERIES, BLOCK_N // POOL], float("-inf"), tl.float32)
+        tl.store(out[:, None] + c[None, :], nothing, mask=(e < s)[:, None] & (c < columns)[None, :])
