@@ -6,7 +6,17 @@ An entry that occurs twice counts twice there, so lists have each entry once.
 import pytest
 import torch
 
-from attnlib import CAUSAL, FULL, KVCache, KVLayout, attention_with_lse, cached_attention_with_lse
+from attnlib import (
+    CAUSAL,
+    FULL,
+    KVCache,
+    KVLayout,
+    attention_with_lse,
+    cached_attention_with_lse,
+    mask_mod,
+    merge_states,
+    sliding,
+)
 from attnlib.masks import selected
 
 BACKENDS = ("torch", "reference")
@@ -92,3 +102,37 @@ def test_pages_of_latents_as_in_flash_mla(backend):
     out, lse = cached_attention_with_lse(q, view, **given)
     torch.testing.assert_close(out[:, 0], expected)
     torch.testing.assert_close(lse[..., 0], expected_lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_and_selected_entries_as_in_attention_gym(backend):
+    """``selected_attention``: one softmax, with sinks, over a window of own keys and entries of a pool."""
+    torch.manual_seed(0)
+    s, h, d, pool, window = 30, 4, 16, 20, 7
+    q, own, others = (torch.randn(2, n, x, d, dtype=torch.float64) for n, x in ((s, h), (s, 1), (pool, 1)))
+    q, own, others = (x.requires_grad_() for x in (q, own, others))
+    sinks, document = torch.randn(h, dtype=torch.float64), torch.arange(s)[None].expand(2, -1) // 11
+    indices = distinct(torch.Size((2, s)), 1, 6, pool)
+
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    near = (j <= i) & (j > i - window) & (document[:, :, None] == document[:, None])
+    chosen = torch.zeros(2, s, pool + 1).scatter_(-1, indices[:, :, 0].long() % (pool + 1), 1)[..., :pool] > 0
+    seen = torch.cat((chosen, near), -1)[:, None]
+    keys = torch.cat((others, own), 1)[:, :, 0]
+    products = torch.einsum("bshd,btd->bhst", q, keys) * d**-0.5
+    products = torch.cat(
+        (products.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(2, h, s, 1)), -1
+    )
+    expected = torch.einsum("bhst,btd->bshd", products.softmax(-1)[..., :-1], keys)
+
+    same = mask_mod(lambda b, h, i, j, of: of[b, i] == of[b, j], document.int())
+    parts = (
+        attention_with_lse(q, own, own, mask=sliding(window) & same, sinks=sinks, backend=backend),
+        attention_with_lse(q, others, others, mask=FULL & selected(indices), backend=backend),
+    )
+    out, _ = merge_states(*parts[0], *parts[1])
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad((x * dout).sum(), (q, own, others)) for x in (out, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
