@@ -63,13 +63,23 @@ class SelectedCase(NamedTuple):
         return [q, k, *([] if self.latent else [v]), dout]
 
 
+LATENTS = SelectedCase("", 4096, 32768, 128, 1, 1, 2048, latent=True)
 BLOCKS = SelectedCase("", 32768, 32768, 64, 4, 64, 16)
 SELECTED = (
-    SelectedCase("2,048 of 32k latents, 4k queries, 128 heads", 4096, 32768, 128, 1, 1, 2048, latent=True),
-    SelectedCase("2,048 of 32k latents, 2k queries, 128 heads", 2048, 32768, 128, 1, 1, 2048, latent=True),
+    LATENTS._replace(name="2,048 of 32k latents, 4k queries, 128 heads"),
+    LATENTS._replace(name="2,048 of 32k latents, 2k queries, 128 heads", queries=2048),
+    *(
+        LATENTS._replace(name=f"1/8 of {n >> 10}k latents", queries=n, keys=n, entries=n // 8)
+        for n in (2048, 16384)
+    ),
     BLOCKS._replace(name="16 of 512 blocks, GQA 64/4, neighbours choose alike", alike=4),
     BLOCKS._replace(name="16 of 512 blocks, GQA 64/4, at random"),
-    BLOCKS._replace(name="1/8 of 16k keys, GQA 64/4, alike", queries=16384, keys=16384, entries=32, alike=4),
+    *(
+        BLOCKS._replace(
+            name=f"1/8 of {n >> 10}k keys, GQA 64/4, alike", queries=n, keys=n, entries=n // 512, alike=4
+        )
+        for n in (2048, 4096, 8192, 16384)
+    ),
 )
 
 

@@ -46,12 +46,15 @@ def assert_scores(b: int, s: int, t: int, indexer: Indexer, dtype: torch.dtype) 
     ends[:, ::3] = torch.arange(t - s + 1, t + 1, device=DEVICE, dtype=torch.int32)[::3]
     assert kernel(q, k) is not None
     ours = index_scores(q, k, weights, ends, indexer)
+    assert ours.shape == (b, s, indexer.lists, -(-t // indexer.block_size))
+    # Products of all heads with 4k queries would take 64 GiB.
+    q, weights, ends, ours = (None if x is None else x[:, -CHECKED:] for x in (q, weights, ends, ours))
     exact = by_torch(q.double(), k.double(), None if weights is None else weights.double(), ends, indexer)
     eager = by_torch(q.float(), k.float(), weights, ends, indexer)
-    assert ours.shape == (b, s, indexer.lists, -(-t // indexer.block_size))
     assert_close("scores", ours, [eager], exact, 2, 4 * torch.finfo(torch.float32).eps)
 
 
+CHECKED = 200  # last queries
 SIZES = [(1, 1, 1), (2, 5, 300), (1, 129, 129), (3, 2, 65)]
 SIZES += [] if INTERPRETED else [(1, 4096, 32768), (8, 1, 131072)]
 INDEXERS = {

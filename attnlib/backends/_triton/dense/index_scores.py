@@ -15,16 +15,17 @@ from ..launching.launch import Launch, against, cached_plan
 from ..launching.layouts import Key, key_of, strides
 from .tables import ROOMY
 
-# Each table lists (widest index head, tiles of rows and keys); a row is an index head of a query. A prototype
-# with the first tiles computed 604 TFLOP/s (4k queries, 32k keys, 64 heads of 128, bf16, H100, 2026-11-25).
-# The others are not timed.
+# Each table lists (widest index head, tiles of rows and keys); a row is an index head of a query. With 4k
+# queries, 32k keys and 64 heads of 128, SUMMED computes 620 TFLOP/s, and the first tiles of LARGE 492 (bf16,
+# H100, 2026-11-28). The others are not timed.
 WIDEST = 256
+SUMMED = LaunchConfig(256, 64, 2, 4)  # for sums over heads of up to 128 channels (sm_100: 248 bytes spill)
 LARGE = ((128, LaunchConfig(128, 128, 3, 8)), (WIDEST, LaunchConfig(128, 64, 2, 8)))
 SMALL = ((128, LaunchConfig(64, 64, 2, 4)), (WIDEST, LaunchConfig(64, 32, 2, 4)))
 FP32 = ((128, LaunchConfig(32, 32, 1, 8)), (WIDEST, LaunchConfig(16, 32, 1, 8)))
 POOLED = 128  # most keys of a block, and most channels, of which a tile fits into 99 KB of shared memory
 MOST_HEADS = 128  # in a tile, whose rows are whole queries
-SPAN = 16  # tiles of keys of a program, which loads its queries once
+SPAN = 32  # tiles of keys of a program, which loads its queries once
 NAME = "triton_index_scores"
 TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends"
 SCHEMA = f"({TENSORS}, float scale, bool relu, bool by_head, SymInt pool) -> Tensor"
@@ -103,6 +104,8 @@ def plan(key: Key) -> Launch:
     padded = 1 << (heads - 1).bit_length()
     table = FP32 if a.q.dtype.itemsize > 2 else LARGE if arch_of(key.device) in ROOMY else SMALL
     tiles = fitting(table, d)
+    if table is LARGE and arch_of(key.device) == 90 and d <= 128 and heads > 1 and a.pool <= SUMMED.block_n:
+        tiles = SUMMED
     tiles = tiles._replace(block_m=max(padded, min(tiles.block_m, power_of_two(s * padded))))
     if heads == 1:  # tiles of 128 x 128 scores spill (sm_90, triton 3.7.1)
         tiles = tiles._replace(block_n=min(64, tiles.block_n))
