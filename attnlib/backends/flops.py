@@ -96,9 +96,10 @@ def statistic_flops(*arguments, out_val=None) -> int:
 statistic_flops._get_raw = True  # see _formula
 
 
-def index_flops(q: Tensor, k: Tensor, *rest: object, out_val=None) -> int:
+def index_flops(q: Tensor, *rest, out_val=None) -> int:
     """Return the FLOPs of index scores: one product over the channels of a key for each pair and head."""
-    return 2 * q.numel() * k.shape[1]
+    *_, tokens = rest
+    return 2 * q.numel() * tokens
 
 
 index_flops._get_raw = True

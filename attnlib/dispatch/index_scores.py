@@ -10,12 +10,14 @@ from ..backends import _triton
 def kernel(queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
     """Return the Triton operator for index queries ``[b, s, HI, dI]`` and keys ``[b, t, dI]``, or None.
 
-    The operator takes queries, keys, weights, the number of keys that each query sees, the scale of scores,
-    whether products pass a relu, whether heads stay apart, and of how many keys it returns the largest score.
+    Keys may also be those of all pages in a cache, ``[pages, page, dI]``. The operator takes queries, keys,
+    weights, the number of keys that each query sees, the page table and the scales of keys in a cache (or
+    None), the scale of scores, whether products pass a relu, whether heads stay apart, of how many keys it
+    returns the largest score, and the number of keys.
     """
     return None if _triton.against_index_scores(queries, keys) else _triton.index_scores
 
 
-def pooled(keys: Tensor, size: int) -> int:
-    """Return ``size`` if the operator can pool blocks of so many keys ``[b, t, dI]``, and otherwise 1."""
-    return size if _triton.can_pool(keys, size) else 1
+def pooled(queries: Tensor, size: int) -> int:
+    """Return ``size`` if the operator can pool scores of blocks of so many keys, and otherwise 1."""
+    return size if _triton.can_pool(queries, size) else 1

@@ -1,26 +1,56 @@
 """The scores of index queries and keys: the definition in torch, and the choice of a kernel for them."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..dispatch.index_scores import kernel, pooled
+from ..kv import KVView
 from .indexer import Indexer
 
 
+class StoredKeys(NamedTuple):
+    """Index keys ``[pages, page, dI]`` in a cache, with a scale ``[pages, page]`` each if they are in fp8.
+
+    ``table`` int32 ``[b, n]`` has the pages of each sequence, whose first ``tokens`` tokens count. Without a
+    table, keys are ``[b, t, dI]``.
+    """
+
+    keys: Tensor
+    scale: Tensor | None
+    table: Tensor | None
+    tokens: int
+
+    @classmethod
+    def of(cls, view: KVView, tokens: int) -> "StoredKeys":
+        """Return the index keys of a view, which has one index head."""
+        scale = None if view.index_scale is None else view.index_scale.squeeze(-1)
+        return cls(view.index.squeeze(-2), scale, view.table, tokens)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the keys if they were gathered, ``[b, t, dI]``."""
+        return self.table.shape[0], self.tokens, self.keys.shape[-1]
+
+
 def index_scores(
-    queries: Tensor, keys: Tensor, weights: Tensor | None, ends: Tensor, indexer: Indexer
+    queries: Tensor, keys: Tensor | StoredKeys, weights: Tensor | None, ends: Tensor, indexer: Indexer
 ) -> Tensor:
     """Return the scores ``[b, s, c, t]`` of queries for keys; they are -inf for keys that a query cannot see.
 
     ``queries`` are ``[b, s, HI, dI]``, ``keys`` ``[b, t, dI]`` and ``weights`` ``[b, s, HI]`` or None. A
     query sees the keys before its number in ``ends``, int32 ``[b, s]``. With ``pool="max"``, the scores are
-    those of blocks. They are fp32, or fp64 for fp64 queries, and have no gradient.
+    those of blocks. They are fp32, or fp64 for fp64 queries, and have no gradient. Keys in a cache are read
+    by a kernel only.
     """
     size = indexer.block_size if indexer.pool == "max" else 1
-    if (run := kernel(queries, keys)) is not None:
+    stored = keys if isinstance(keys, StoredKeys) else StoredKeys(keys, None, None, keys.shape[1])
+    if (run := kernel(queries, stored.keys)) is not None:
         options = indexer.score_scale, indexer.activation is not None, indexer.per == "group"
-        by_kernel = pooled(keys, size)
-        scores = run(queries, keys, weights, ends, *options, by_kernel)
+        by_kernel = pooled(queries, size)
+        of_keys = ends, stored.table, stored.scale
+        scores = run(queries, stored.keys, weights, *of_keys, *options, by_kernel, stored.tokens)
         return scores if by_kernel == size else block_maxima(scores, size)
     grouped = queries.unflatten(2, (indexer.lists, -1))
     with torch.autocast(queries.device.type, enabled=False):
@@ -45,8 +75,8 @@ def combined(products: Tensor, weights: Tensor | None, indexer: Indexer) -> Tens
 def bytes_per_query(queries: Tensor, keys: Tensor, indexer: Indexer) -> int:
     """Return how many bytes :func:`index_scores` takes for one query of each sequence and all keys."""
     (b, t, _), size = keys.shape, indexer.block_size if indexer.pool == "max" else 1
-    if kernel(queries, keys) is not None:
-        return 4 * b * indexer.lists * -(-t // pooled(keys, size))
+    if kernel(queries, keys.keys if isinstance(keys, StoredKeys) else keys) is not None:
+        return 4 * b * indexer.lists * -(-t // pooled(queries, size))
     return 2 * widened(queries[:0]).itemsize * b * t * (indexer.heads + 1)
 
 

@@ -16,10 +16,8 @@ MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in 
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 STATISTICS = ("maxima", "mass", "row_weights", "mean_weights")
-INDEX = (
-    "index_scores",
-    "index_scores_by_head",
-)  # a kernel, of 64 heads and of 4 apart
+# A kernel, of 64 heads, of 4 apart, and of 64 over the pages of a cache, whose keys are in fp8.
+INDEX = ("index_scores", "index_scores_by_head", "index_scores_of_pages")
 QUANTIZE = ("quantize_find", "quantize_round")  # the two launches of a kernel, before an e4m3 forward
 SELECTED = ("list_blocks", "list_unions", "selected_forward")
 LATENTS = "selected_latents"  # Hopper's own kernel behind list_blocks
@@ -140,7 +138,10 @@ def statistic_entries() -> Iterator[Build]:
 
 def index_entries() -> Iterator[Build]:
     """The entries for scores of index branches, whose tiles depend on the head, the dtype and the chip."""
-    for kernel in INDEX:
+    for tokens in (1, LONG):
+        for arch in (90, 100, 120):
+            yield Build(INDEX[2], arch, (128, 128), tokens=tokens)
+    for kernel in INDEX[:2]:
         for d in (64, 128, 256):
             yield Build(kernel, 90, (d, d))
         yield Build(kernel, 90, (128, 128), tokens=1)

@@ -145,8 +145,13 @@ def _index_scores(build: Build) -> Prepared:
     made = partial(torch.empty, device="meta")
     q = made(BATCH, build.tokens, 4 if by_head else 64, d, dtype=DTYPES[build.dtype])
     k, weights = made(BATCH, LONG, d, dtype=q.dtype), None if by_head else made(q.shape[:3])
-    ends = made(BATCH, build.tokens, dtype=torch.int32)
-    a = index_scores.IndexArguments(q, k, weights, ends, 1.0, not by_head, by_head, build.block or 1)
+    ends, table, scale = made(BATCH, build.tokens, dtype=torch.int32), None, None
+    if build.kernel == INDEX[2]:
+        k, scale = made(256, 64, d, dtype=torch.float8_e4m3fn), made(256, 64)
+        table = made(BATCH, LONG // 64, dtype=torch.int32)
+    a = index_scores.IndexArguments(
+        q, k, weights, ends, table, scale, 1.0, not by_head, by_head, build.block or 1, LONG
+    )
     return index_scores.plan(key_of(a, q, k)), a._asdict() | {"result": made(1)}
 
 

@@ -9,10 +9,10 @@ from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import FLOP_FORMULAS, Indexer
+from attnlib import FLOP_FORMULAS, Indexer, KVCache, KVLayout
 from attnlib.dispatch.index_scores import kernel
 from attnlib.indexing import choose
-from attnlib.indexing.scores import index_scores
+from attnlib.indexing.scores import StoredKeys, index_scores
 
 HALF = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
@@ -142,3 +142,39 @@ def test_a_long_prompt_takes_at_most_a_gib():
     lists = choose(q, k, weights, indexer)
     taken = torch.cuda.max_memory_allocated() - before - lists.numel() * 4
     assert taken <= 1 << 30
+
+
+@pytest.mark.parametrize("index_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("page_size", [None, 4, 48, 64])
+@pytest.mark.parametrize("name", ["3 heads", "groups"])
+def test_keys_in_a_cache_are_read_in_place(name, page_size, index_dtype):
+    """What no query sees is NaN, and the page table names no page beyond a sequence."""
+    indexer, lengths = replace(INDEXERS[name], head_dim=24), [130, 7, 65]
+    layout = KVLayout.latent(16, 0, dtype=HALF[-1], index_dim=24, index_dtype=index_dtype)
+    if page_size is None:
+        cache = KVCache.contiguous([layout], max_sequences=3, max_length=160, device=DEVICE)
+    else:
+        cache = KVCache.paged([layout], pages=120, page_size=page_size, max_sequences=3, device=DEVICE)
+    with cache.step(dict(zip(cache.admit(3), lengths, strict=True))) as (layer,):
+        latents, keys = (torch.randn(sum(lengths), *x, device=DEVICE).to(HALF[-1]) for x in ((16,), (1, 24)))
+        view = layer.append(latents, None, index=keys)
+    capacity = view.table.shape[1] * view.page_size
+    position = torch.arange(capacity, device=DEVICE)
+    page, slot, stored = (
+        position // view.page_size,
+        position % view.page_size,
+        position < view.lengths[:, None],
+    )
+    for plane in (view.index, view.index_scale):
+        if plane is not None and plane.dtype != torch.float8_e4m3fn:
+            hidden = plane.new_ones(plane.shape[:2], dtype=torch.bool)
+            hidden[view.table[:, page].long()[stored], slot.expand(3, -1)[stored]] = False
+            plane[hidden] = torch.nan
+    ends = torch.tensor([[129, 130], [6, 7], [64, 65]], dtype=torch.int32, device=DEVICE)
+    pages = torch.where(stored[:, :: view.page_size], view.table, 2**31 - 1)
+    q, _, weights = made(3, 2, 1, indexer, HALF[-1])
+    in_place = StoredKeys.of(view, 140 if page_size else capacity)._replace(table=pages)
+    found = index_scores(q, in_place, weights, ends, indexer)
+    gathered = view.index_keys(in_place.tokens)[:, :, 0]
+    expected = index_scores(q, gathered.contiguous(), weights, ends, indexer)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ....call.spec import arch_of, is_interpreted
+from ....fp8 import E4M3
 from ....internal.checks import INT32
 from ...flops import index_flops
 from ...registration import Operator, register
@@ -27,25 +28,30 @@ POOLED = 128  # most keys of a block, and most channels, of which a tile fits in
 MOST_HEADS = 128  # in a tile, whose rows are whole queries
 SPAN = 32  # tiles of keys of a program, which loads its queries once
 NAME = "triton_index_scores"
-TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends"
-SCHEMA = f"({TENSORS}, float scale, bool relu, bool by_head, SymInt pool) -> Tensor"
+TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends, Tensor? table, Tensor? k_scale"
+SCHEMA = f"({TENSORS}, float scale, bool relu, bool by_head, SymInt pool, SymInt tokens) -> Tensor"
 
 
 class IndexArguments(NamedTuple):
     """The arguments of the operator: queries ``[b, s, HI, dI]``, keys ``[b, t, dI]``, weights ``[b, s, HI]``.
 
     A query sees the keys before its number in ``ends`` int32 ``[b, s]``. ``by_head``: heads are not summed
-    up. Of each ``pool`` keys, the result has the largest score.
+    up. Of each ``pool`` keys, the result has the largest score. In a cache, keys are ``[pages, page, dI]``,
+    with a scale ``[pages, page]`` each if they are in fp8, and ``table`` ``[b, n]`` has the pages of the
+    ``tokens`` tokens of each sequence.
     """
 
     q: Tensor
     k: Tensor
     weights: Tensor | None
     ends: Tensor
+    table: Tensor | None
+    k_scale: Tensor | None
     scale: float
     relu: bool
     by_head: bool
     pool: int
+    tokens: int
 
 
 def against_index_scores(queries: Tensor, keys: Tensor) -> list[str]:
@@ -53,8 +59,10 @@ def against_index_scores(queries: Tensor, keys: Tensor) -> list[str]:
     device, (heads, width) = queries.device, queries.shape[-2:]
     interpreted = device.type == "cpu" and is_interpreted()
     reasons = against(queries.dtype, device.type, arch_of(device), interpreted=interpreted)
-    if keys.dtype != queries.dtype:
+    if keys.dtype not in (queries.dtype, E4M3):
         reasons.append(f"needs queries and keys of one dtype, got {queries.dtype} and {keys.dtype}")
+    elif keys.dtype == E4M3 and 0 < arch_of(device) < 89:
+        reasons.append(f"reads keys in e4m3 from sm_89 on, got sm_{arch_of(device)}")
     if heads > MOST_HEADS:
         reasons.append(f"takes up to {MOST_HEADS} index heads, got {heads}")
     if width > WIDEST:
@@ -62,10 +70,10 @@ def against_index_scores(queries: Tensor, keys: Tensor) -> list[str]:
     return reasons
 
 
-def can_pool(keys: Tensor, size: int) -> bool:
-    """True if the kernel can return the largest scores of blocks of ``size`` keys ``[b, t, dI]``."""
-    most = POOLED if keys.dtype.itemsize == 2 else FP32[0][1].block_n  # larger tiles of fp32 spill
-    return size & (size - 1) == 0 and size <= most and keys.shape[2] <= POOLED
+def can_pool(queries: Tensor, size: int) -> bool:
+    """True if the kernel can return the largest scores of ``queries`` for blocks of ``size`` keys."""
+    most = POOLED if queries.dtype.itemsize == 2 else FP32[0][1].block_n  # larger tiles of fp32 spill
+    return size & (size - 1) == 0 and size <= most and queries.shape[-1] <= POOLED
 
 
 def _run(*given) -> Tensor:
@@ -81,7 +89,7 @@ def _run(*given) -> Tensor:
 
 def _allocated(a: IndexArguments) -> Tensor:
     """Allocate fp32 scores ``[b, s, c, t]``, or of blocks of keys."""
-    (b, s, heads, _), blocks = a.q.shape, -(-a.k.shape[1] // a.pool)
+    (b, s, heads, _), blocks = a.q.shape, -(-a.tokens // a.pool)
     return a.q.new_empty((b, s, heads if a.by_head else 1, blocks), dtype=torch.float32)
 
 
@@ -99,7 +107,9 @@ def plan(key: Key) -> Launch:
     from ..kernels.index_scores import index_scores
 
     a = key.layouts
-    (b, s, heads, d), t = a.q.shape, a.k.shape[1]
+    (b, s, heads, d), t = a.q.shape, a.tokens
+    pages, page_size, _ = a.k.shape
+    paged = a.table is not None and a.table.shape[1] > 1
     heads, groups = (1, heads) if a.by_head else (heads, 1)
     padded = 1 << (heads - 1).bit_length()
     table = FP32 if a.q.dtype.itemsize > 2 else LARGE if arch_of(key.device) in ROOMY else SMALL
@@ -119,6 +129,8 @@ def plan(key: Key) -> Launch:
     arguments = {
         **strides("bsh", q=a.q._replace(strides=a.q.strides[:3])),
         **strides("bt", k=a.k._replace(strides=a.k.strides[:2])),
+        **strides("bt", x=a.k_scale), "stride_table": 0 if a.table is None else a.table.strides[0],
+        "pages": pages, "PAGE": page_size if paged else 0,
         "s": s, "t": t, "groups": groups, "span": span, "scale": a.scale,
         "HEADS": heads, "HEADS_ALL": padded, "D": d, "D_ALL": power_of_two(d), "RELU": a.relu, "POOL": a.pool,
         "PRECISION": "tf32" if key.tf32 else "ieee",

@@ -3,24 +3,28 @@
 import triton
 import triton.language as tl
 
+from .paged import entries_at, page_in, place
 from .tile import COUNTS, Rows, TilePlace, load_columns, pointers
 
 
 @triton.jit(do_not_specialize=(*COUNTS, "groups", "span"))
 def index_scores(
     q_ptr, k_ptr, weights_ptr, ends_ptr, result_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, s, t, groups, span, scale,
+    table_ptr, k_scale_ptr,  # None without a cache
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_xb, stride_xt, stride_table,
+    s, t, pages, groups, span, scale,
     HEADS: tl.constexpr, HEADS_ALL: tl.constexpr, D: tl.constexpr, D_ALL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RELU: tl.constexpr,
-    POOL: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the scores ``[b, s, groups, t]`` of queries ``[b, s, groups * HEADS, D]`` for keys ``[b, t, D]``.
 
     Each query sees the keys before its number in ``ends_ptr``, and gets -inf for the others. Of each ``POOL``
     keys, only the largest score is written, ``[b, s, groups, cdiv(t, POOL)]``; POOL divides BLOCK_N.
-    ``weights_ptr`` is None if all weights are 1. One program computes ``span`` keys for the queries of
-    ``BLOCK_M`` rows; each has ``HEADS_ALL`` rows. With several heads, a tile of products is ``[keys, rows]``,
-    so that most of a sum over heads is within a thread.
+    ``weights_ptr`` is None if all weights are 1. Over a cache, keys are ``[pages, page, D]``, ``table_ptr``
+    has the pages of each sequence, and keys in fp8 have a scale each. One program computes ``span`` keys for
+    the queries of ``BLOCK_M`` rows; each has ``HEADS_ALL`` rows. With several heads, a tile of products is
+    ``[keys, rows]``, so that most of a sum over heads is within a thread.
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS_ALL
     spans, tiles = tl.cdiv(t, span), tl.cdiv(s, QUERIES)
@@ -34,7 +38,7 @@ def index_scores(
     out = result_ptr + ((batch * s + e) * groups + group) * columns
     end = tl.minimum(tl.load(ends_ptr + batch * s + e, mask=e < s, other=0), t)
     seen = tl.minimum(stop, tl.max(end, 0))
-    k_rows, place = Rows(k_ptr, stride_kb, stride_kt, 0), TilePlace(batch, 0, 0)
+    k_rows, scale_rows = Rows(k_ptr, stride_kb, stride_kt, 0), Rows(k_scale_ptr, stride_xb, stride_xt, 0)
     if first < seen:
         m = tl.arange(0, BLOCK_M)
         i, head = i0 + m // HEADS_ALL, m % HEADS_ALL
@@ -45,13 +49,29 @@ def index_scores(
         if weights_ptr is not None:
             of_head = ((batch * s + i) * groups + group) * HEADS + head
             w *= tl.load(weights_ptr + of_head, mask=valid, other=0.0)
+        if table_ptr is not None:
+            table_ptr += batch * stride_table
+            entries = entries_at(table_ptr, tl.cast(first, tl.int32), seen, PAGE, BLOCK_N)
         for n in tl.range(first, seen, BLOCK_N, num_stages=STAGES):
+            n = tl.cast(n, tl.int32)  # the interpreter counts with Python's ints
             j, c = n + tl.arange(0, BLOCK_N), n // POOL + tl.arange(0, BLOCK_N // POOL)
-            ptr, at = pointers(k_rows, place, n, BLOCK_N, False)
-            k = load_columns(ptr, at, j < t, D, D_ALL, True)
+            if table_ptr is None:
+                ptr, at = pointers(k_rows, TilePlace(batch, 0, 0), n, BLOCK_N, False)
+            else:  # page-table entries are loaded one tile ahead
+                page = page_in(entries, n, pages, PAGE, BLOCK_N)
+                entries = entries_at(table_ptr, n + BLOCK_N, seen, PAGE, BLOCK_N)
+                ptr, at = k_ptr, place(k_rows, page, n, PAGE, BLOCK_N)
+            k = load_columns(ptr, at, j < seen, D, D_ALL, True).to(q.dtype)
+            key_scale = 1.0
+            if k_scale_ptr is not None:
+                key_scale = tl.load(
+                    k_scale_ptr + place(scale_rows, page, n, PAGE, BLOCK_N), mask=j < seen, other=0.0
+                )
             if HEADS == 1:
                 x = tl.dot(q, k.T, input_precision=PRECISION)
                 x = (tl.maximum(x, 0.0) if RELU else x) * w[:, None]
+                if k_scale_ptr is not None:
+                    x *= key_scale[None, :]
                 x = tl.where(j[None, :] < end[:, None], x, float("-inf"))
                 if POOL > 1:
                     x = tl.max(x.reshape(QUERIES, BLOCK_N // POOL, POOL), 2)
@@ -60,6 +80,8 @@ def index_scores(
                 x = tl.dot(k, q.T, input_precision=PRECISION)
                 x = (tl.maximum(x, 0.0) if RELU else x) * w[None, :]
                 x = tl.sum(x.reshape(BLOCK_N, QUERIES, HEADS_ALL), 2)
+                if k_scale_ptr is not None:
+                    x *= key_scale[:, None]
                 x = tl.where(j[:, None] < end[None, :], x, float("-inf"))
                 if POOL > 1:
                     x = tl.max(x.reshape(BLOCK_N // POOL, POOL, QUERIES), 1)
