@@ -116,20 +116,19 @@ def chosen_by(
             "sequences are read to choose, got a packed one; pass selected="
         )
     own_keys = index.keys
-    pick = partial(choose, indexer=select, finish=layer.indexer.finish)
     if kv is not None:
         stop = None if is_recorded(x) else kv.history + x.shape[-2]
         index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
         view = kv.now
         if cu_seqlens is None:
             padded = kv.info.padded or is_recorded(x)
-            lists = pick(*index, lengths=view.lengths, starts=view.starts if padded else None)
+            lists = _lists(layer, index, lengths=view.lengths, starts=view.starts if padded else None)
         else:
-            lists = _of_packed_step(index, view, pick)
+            lists = _lists_of_packed_step(layer, index, view)
     elif cu_seqlens is not None:
-        lists = pick(*index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+        lists = _lists(layer, index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     else:
-        lists = pick(*_after(index, given.key_starts), starts=given.key_starts)
+        lists = _lists(layer, _after(index, given.key_starts), starts=given.key_starts)
     return Chosen(lists, select.block_size), own_keys
 
 
@@ -219,10 +218,15 @@ def _after(index: IndexTensors, starts: Tensor | None) -> IndexTensors:
     return index._replace(keys=index.keys.masked_fill(is_padding[..., None], 0))
 
 
-def _of_packed_step(index: IndexTensors, view: KVView, pick: partial[Tensor]) -> Tensor:
+def _lists(layer: nn.Module, index: IndexTensors, **bounds: Tensor | None) -> Tensor:
+    branch = layer.indexer
+    return choose(index.queries, index.keys, index.weights, layer.select, finish=branch.finish, **bounds)
+
+
+def _lists_of_packed_step(layer: nn.Module, index: IndexTensors, view: KVView) -> Tensor:
     """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads lengths."""
     lengths = view.lengths.tolist()
     keys = torch.cat([row[:length] for row, length in zip(index.keys, lengths, strict=True)])
     offsets = pad(view.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     packed = index._replace(keys=keys)
-    return pick(*packed, cu_seqlens_q=view.cu_seqlens_q, cu_seqlens_k=offsets)
+    return _lists(layer, packed, cu_seqlens_q=view.cu_seqlens_q, cu_seqlens_k=offsets)

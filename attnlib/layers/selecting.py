@@ -107,6 +107,11 @@ class SelectingLayer(InspectedLayer):
         if self.context_parallel is not None:
             raise NotImplementedError("context_parallel: expected None for index_loss(), got sharded tokens")
         chosen = Chosen(None) if selected is None else given_choice(selected, self.select)
+        if chosen.indices is not None and chosen.block_size != self.select.block_size:
+            raise ValueError(
+                f"selected: expected lists of this layer's blocks, block_size={self.select.block_size}, got "
+                f"block_size={chosen.block_size}; pass what its choose() returns"
+            )
         of_x = {"positions": positions, "angles": angles, "cu_seqlens": cu_seqlens}
         main = self._main_attention(x, chosen, of_x)
         given = self._validated(x, Inputs(**of_x))
