@@ -202,6 +202,7 @@ class StepInfo:
     prefill: bool = False
     history: int = 0
     prompts: Sequence[Any] = ()
+    padded: bool = False  # True if some sequence of the step has left padding
     replay: bool = False  # True if a captured CUDA graph appends for all layers
 
 

@@ -129,6 +129,10 @@ class Score(NamedTuple):
         named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         return {name: x for name, x in named.items() if x is not None}
 
+    def without_sinks(self) -> "Score":
+        """Return the options of a call whose LSE has the sinks already."""
+        return self._replace(sinks=None)
+
     @property
     def dims(self) -> dict[str, str]:
         """The dimensions of the tensor options as letters; slopes may have one row for each sequence."""

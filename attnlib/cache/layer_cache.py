@@ -93,6 +93,39 @@ class LayerCache:
             self._appended_view = self._route.appended(self._view, k, v, angles, history=self.history)
         return self._appended_view
 
+    def index_keys(self, new: Tensor, stop: int | None = None) -> Tensor:
+        """Return all index keys of the step's sequences, if those of its tokens are ``new``; store nothing.
+
+        ``new`` is ``[b, s, index_heads, index_dim]`` or packed, as for :meth:`append`. ``stop`` and the
+        result are those of :meth:`attnlib.KVView.index_keys`; no sequence may be longer than ``stop``.
+
+        Raises:
+            RuntimeError: outside a step.
+        """
+        if self._slots is None:
+            self._refuse_append()
+        view, new = self._view, self._fit("index", new, (self.layout.index_heads, self.layout.index_dim))
+        keys = view.index_keys(stop)
+        token = torch.arange(new.shape[-3], device=keys.device)
+        if (offsets := view.cu_seqlens_q) is None:
+            row = torch.arange(new.shape[0], device=keys.device)[:, None]
+            at = (view.lengths - new.shape[1])[:, None] + token
+        else:
+            row = torch.bucketize(token, offsets[1:], right=True)
+            at = view.lengths[row] - offsets[row + 1] + token
+        keys[row, at] = new.where((at >= view.starts[row])[..., None, None], 0)
+        return keys
+
+    @property
+    def now(self) -> KVView | None:
+        """The view of this step or read, also before :meth:`append`; None outside."""
+        return self._view
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens a sequence may have."""
+        return 0 if self._view is None else self._view.table.shape[1] * self._view.page_size
+
     @property
     def cu_seqlens(self) -> Tensor | None:
         return None if self._view is None else self._view.cu_seqlens_q

@@ -42,6 +42,7 @@ def open_layers(layers: Sequence[LayerCache], request: Request, *, replay: bool)
     if layers:
         info = layers[0].info
         info.prefill, info.history = prefill, 1 << (longest - 1).bit_length() if longest else 0
+        info.padded = any(holding.padding for holding in request.holdings)
         info.replay = replay
         info.prompts = request.prompts(PREFILL + 1) if prefill else ()
 

@@ -1,12 +1,14 @@
 """Index branches, which choose the keys that a query attends to, and learn the choice.
 
 ``indexer.py`` describes a branch, ``branch.py`` has its weights, ``scores.py`` scores keys, ``choosing.py``
-lists the best ones, and ``loss.py`` trains the scores to follow the attention of the layer.
+lists the best ones, ``chosen.py`` holds the lists for calls of layers, and ``loss.py`` trains the scores to
+follow the attention of the layer.
 """
 
 from .branch import IndexBranch as IndexBranch
 from .branch import IndexTensors as IndexTensors
 from .choosing import choose as choose
+from .chosen import Chosen as Chosen
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss

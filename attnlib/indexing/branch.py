@@ -104,15 +104,18 @@ class IndexBranch(nn.Module):
         if indexer.query_scale:
             _check_given("positions", positions, "query_scale=True", needed=True)
         x = x.detach()
-        keys, queries = self.k_proj(x), self._queries(x, latent, positions)
+        keys, queries = self.keys(x, angles), self._queries(x, latent, positions)
         if indexer.rope is not None:  # YaRN's amplitude of queries and of keys
             queries = self._rotated(queries, angles, indexer.rope.amplitude**2)
-        if not indexer.norm_after_pool:
-            keys = self._finished(keys, angles)
         if not indexer.weighted:
             return IndexTensors(queries, keys, None)
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
         return IndexTensors(queries, keys, weights.to(torch.promote_types(weights.dtype, torch.float32)))
+
+    def keys(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """Return only the index keys ``[..., dI]`` of x, those of :meth:`forward`."""
+        keys = self.k_proj(x.detach())
+        return keys if self.indexer.norm_after_pool else self._finished(keys, angles)
 
     def finish(self, pooled: Tensor, positions: Tensor) -> Tensor:
         """Normalize pooled keys ``[..., n, dI]``, and rotate them; blocks begin at ``positions``."""

@@ -1,6 +1,7 @@
 """The choice of keys: score all keys that a query sees, and list the entries with the largest scores."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ def choose(
     *,
     finish: Finish | None = None,
     lengths: Tensor | None = None,
+    starts: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     budget: int = BUDGET,
@@ -31,8 +33,9 @@ def choose(
     ``queries`` are ``[b, s, HI, dI]``, ``keys`` ``[b, t, dI]`` and ``weights`` ``[b, s, HI]`` or None, as an
     :class:`IndexBranch` returns them; its ``finish`` is needed for ``norm_after_pool``. The queries are the
     last ``s`` of ``t`` tokens, or of ``lengths`` int32 ``[b]`` tokens, whose later keys do not count; each
-    sees the keys up to itself. Packed queries ``[s, HI, dI]`` and keys ``[t, dI]`` have int32 offsets
-    ``[b + 1]``, which are read from the device; their lists are ``[s, c, n]``.
+    sees the keys up to itself. Blocks that end before ``starts`` int32 ``[b]`` are left padding: they are not
+    chosen, unless a query sees at most ``top`` blocks. Packed queries ``[s, HI, dI]`` and keys ``[t, dI]``
+    have int32 offsets ``[b + 1]``, which are read from the device; their lists are ``[s, c, n]``.
 
     The lists are those of :func:`attnlib.masks.selected` with ``indexer.block_size``. Entries stand on the
     left, in any order, and -1 stands for no entry. A query that sees at most ``top`` blocks gets all of them.
@@ -45,17 +48,27 @@ def choose(
     """
     check(queries, keys, weights, indexer, finish)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if lengths is not None and (packed or lengths.shape != keys.shape[:1] or lengths.dtype != torch.int32):
-        expected = "None for packed keys" if packed else f"int32 [b={keys.shape[0]}]"
-        raise ValueError(f"lengths: expected {expected}, got {came(lengths)}")
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and (packed or x.shape != keys.shape[:1] or x.dtype != torch.int32):
+            expected = "None for packed keys" if packed else f"int32 [b={keys.shape[0]}]"
+            raise ValueError(f"{name}: expected {expected}, got {came(x)}")
     if not packed:
-        return _choose(queries, keys, weights, indexer, finish, lengths, budget)
+        return _choose(queries, keys, weights, indexer, finish, _Bounds(lengths, starts), budget)
     lists = _no_entries(queries, indexer, keys.shape[0])
     for rows, of_keys in packed_sequences(cu_seqlens_q, cu_seqlens_k):
         own_weights = None if weights is None else weights[None, rows]
-        own = _choose(queries[None, rows], keys[None, of_keys], own_weights, indexer, finish, None, budget)
+        own = _choose(
+            queries[None, rows], keys[None, of_keys], own_weights, indexer, finish, _Bounds(), budget
+        )
         lists[rows, :, : own.shape[-1]] = own[0]
     return lists
+
+
+class _Bounds(NamedTuple):
+    """The keys ``[starts, lengths)`` of each sequence, int32 ``[b]``; None for the first or the last key."""
+
+    lengths: Tensor | None = None
+    starts: Tensor | None = None
 
 
 def packed_sequences(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> list[tuple[slice, slice]]:
@@ -114,10 +127,11 @@ def _choose(
     weights: Tensor | None,
     indexer: Indexer,
     finish: Finish | None,
-    lengths: Tensor | None,
+    bounds: _Bounds,
     budget: int,
 ) -> Tensor:
     """Return the lists of dense queries and keys, for some queries at a time."""
+    lengths = bounds.lengths
     (b, s), t, size = queries.shape[:2], keys.shape[1], indexer.block_size
     if s > t:
         raise ValueError(f"keys: expected at least the s={s} tokens of the queries, got t={t}")
@@ -132,7 +146,7 @@ def _choose(
             own = scored[:, : last // size if indexer.pool == "mean" else last]
             part = slice(start, stop)
             own_weights = None if weights is None else weights[:, part]
-            found = _chunk(queries[:, part], own, own_weights, seen[:, part], indexer)
+            found = _chunk(queries[:, part], own, own_weights, seen[:, part], bounds.starts, indexer)
         else:
             found = _all_blocks(seen[:, start:stop], lists.shape[-1], size).expand(-1, -1, lists.shape[2], -1)
         lists[:, start:stop, :, : found.shape[-1]] = found
@@ -151,7 +165,14 @@ def candidates_of(seen: Tensor, indexer: Indexer) -> Tensor:
     return (seen if indexer.tail else seen + size - 1).clamp(min=0) // size
 
 
-def _chunk(queries: Tensor, scored: Tensor, weights: Tensor | None, seen: Tensor, indexer: Indexer) -> Tensor:
+def _chunk(
+    queries: Tensor,
+    scored: Tensor,
+    weights: Tensor | None,
+    seen: Tensor,
+    starts: Tensor | None,
+    indexer: Indexer,
+) -> Tensor:
     """Return the lists of some queries, of which one may see more than ``top`` blocks."""
     size, candidates = indexer.block_size, candidates_of(seen, indexer)
     ends = candidates if indexer.pool == "mean" else candidates * size if indexer.tail else seen
@@ -161,6 +182,9 @@ def _chunk(queries: Tensor, scored: Tensor, weights: Tensor | None, seen: Tensor
         back = torch.arange(1, indexer.local + 1, device=seen.device)
         local = (candidates[..., None] - back).clamp(min=0)[:, :, None]
         scores.scatter_(-1, local.long().expand(-1, -1, scores.shape[2], -1), torch.inf)
+    if starts is not None:
+        ends = torch.arange(1, scores.shape[-1] + 1, device=seen.device) * size
+        scores.masked_fill_((ends <= starts[:, None])[:, None, None], -torch.inf)
     best = largest(scores, min(indexer.top, scores.shape[-1])).int()
     if indexer.tail:
         own = torch.where(seen % size != 0, seen // size, -1)
@@ -175,6 +199,8 @@ def largest(scores: Tensor, count: int) -> Tensor:
     On a GPU, torch.topk lists what is above the last score, and then equal ones from the left. On a CPU it
     takes any of them, so rows in which some are left over are sorted.
     """
+    if torch.compiler.is_compiling() and not scores.is_cuda:  # compiled code cannot read which rows are left
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     values, places = scores.topk(count, -1, sorted=False)
     if scores.is_cuda:
         return places

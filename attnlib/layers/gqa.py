@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..gate import Gate
+from ..indexing import Chosen, IndexBranch, Indexer
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
@@ -17,10 +18,9 @@ from ..rope.scaling import QueryTemperature
 from ..scores import Score, ScoreFunction
 from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
+from .choices import index_branch, index_sizes
 from .context_parallel import ContextParallel, check_context_parallel
-from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
-from .inspected import InspectedLayer
-from .padding import without_padding
+from .inputs import Inputs, check_options, check_rope, check_stored, computed_dtype
 from .parameters import (
     biased,
     check_counts,
@@ -31,7 +31,8 @@ from .parameters import (
     published_slopes,
     reset_children,
 )
-from .positions import angles_of, positions_of, scale_and_gain, scaled_head, with_depths
+from .positions import angles_of, positions_of, scale_and_gain, scaled_head
+from .selecting import SelectingLayer
 from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import Share, plan_of, share_of, share_of_context
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 
 
 @kind
-class GroupedQueryAttention(InspectedLayer):
+class GroupedQueryAttention(SelectingLayer):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
     Parameters have transformers' names: q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, sinks; a gate
@@ -75,6 +76,8 @@ class GroupedQueryAttention(InspectedLayer):
         scale: the factor of q·k. None means one over the square root of the channels of a key.
         score: a function of indices that changes the score, made by :func:`score_mod`. Its tensors become
             parameters and buffers of the layer.
+        select: the index branch with which the layer chooses the keys of each query (sparse attention). Its
+            weights are the submodule ``indexer``, and caches store its index keys.
         dropout_p: the probability of dropping an attention weight, in training only.
         context_parallel: shards sequences over ranks: x and the output have only this rank's tokens. It may
             also be set later, as an attribute.
@@ -107,6 +110,8 @@ class GroupedQueryAttention(InspectedLayer):
     norm_after_rope: bool
     mask_tensors: CapturedTensors | None
     score: CapturedTensors | None
+    select: Indexer | None
+    indexer: IndexBranch | None
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None
@@ -147,6 +152,7 @@ class GroupedQueryAttention(InspectedLayer):
         alibi: bool = False,
         scale: float | None = None,
         score: ScoreFunction | None = None,
+        select: Indexer | None = None,
         dropout_p: float = 0.0,
         context_parallel: ContextParallel | None = None,
         backend: str | None = None,
@@ -193,6 +199,10 @@ class GroupedQueryAttention(InspectedLayer):
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
+        options = {"kv_heads": num_kv_heads, "mask": mask, "rope": rope, "own_keys": own_keys}
+        branch = partial(IndexBranch, norm_eps=norm_eps, device=device, dtype=dtype)
+        self.select, of_ranks = select, {"context_parallel": context_parallel}
+        self.indexer = index_branch(select, hidden_size, **options, **of_ranks, make=branch)
         self._reset_own()
 
     @staticmethod
@@ -208,7 +218,7 @@ class GroupedQueryAttention(InspectedLayer):
         refuse_own_keys(self.own_keys)
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
-        kept = dict(zip(("window", "first_tokens"), self.mask.kept, strict=True))
+        kept = dict(zip(("window", "first_tokens"), self.mask.kept, strict=True)) | index_sizes(self.select)
         return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
@@ -259,6 +269,7 @@ class GroupedQueryAttention(InspectedLayer):
         key_ends: Tensor | None = None,
         attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
+        selected: Chosen | Tensor | None = None,
     ) -> Tensor:
         """Attend with ``x`` ``[b, s, m]`` or packed ``[t, m]``, and return a tensor of the same shape.
 
@@ -280,6 +291,10 @@ class GroupedQueryAttention(InspectedLayer):
           With ``rope.axes``, they are ``[axes, b, s]`` or ``[axes, t]``, and a cache step needs them.
         - ``angles`` are precomputed, by ``rope.angles(positions)`` or :func:`attnlib.shared_angles`.
         - ``mask`` hides more pairs, in addition to the layer's own mask.
+        - ``selected`` are the keys that each query may see, as :meth:`choose` of this or another layer
+          returns them, or int32 lists ``[b, s, c, n]`` or packed ``[t, c, n]`` of keys, or of the blocks of
+          the layer's own index branch. None means that a layer with ``select`` chooses, and any other is
+          dense.
 
         With ``context_parallel``, x and ``positions`` have only this rank's tokens. All other arguments
         describe the whole sequences and are the same on every rank.
@@ -289,14 +304,13 @@ class GroupedQueryAttention(InspectedLayer):
         """
         ranks = self.context_parallel
         offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
-        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, ranks)
-        given = without_padding(x, given)
-        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
-        given = with_depths(self, x, given)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, selected, ranks)
+        given = self._validated(x, given)
         if keys is not None or not self.own_keys:
             widths = self.head_dim, self.v_head_dim
             check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=False, first=self.q_proj)
         angles = angles_of(self.rope, x, given)
+        given, index = self._selecting(x, given, angles)
         share, q = self._query(
             x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
         )
@@ -307,7 +321,7 @@ class GroupedQueryAttention(InspectedLayer):
         elif kv is not None:
             # The cache rotates keys when it writes them, unless the layer normalizes keys after rotation.
             own, left = (angles, None) if self.norm_after_rope else (None, angles)
-            out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
+            out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left, index=index))
         else:
             k, v = keys or self.key_value(x if context is None else context, angles, share)
             out = attention.over_tokens(q, k, v, given)
@@ -334,6 +348,7 @@ class GroupedQueryAttention(InspectedLayer):
             ValueError: the heads do not divide evenly among the ranks.
         """
         columns = ("q_proj",) if self.gate is None else ("q_proj", "g_proj")
+        self._check_shardable()
         of_kv = tuple(name for name in ("k_proj", "v_proj") if getattr(self, name) is not None)
         return plan_of(mesh, self.num_heads, self.num_kv_heads, columns, of_kv)
 

@@ -11,6 +11,7 @@ from ..cache.kv_cache import LayerCache
 from ..call.call import Packing
 from ..dispatch.warnings import warn_once
 from ..gate import Gate
+from ..indexing import Chosen
 from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask
@@ -104,6 +105,7 @@ class Inputs(NamedTuple):
     key_ends: Tensor | None = None
     attention_mask: Tensor | None = None
     mask: AnyMask | None = None
+    selected: Chosen | Tensor | None = None
     context_parallel: ContextParallel | None = None  # an option of the layer, not of forward
 
     @property

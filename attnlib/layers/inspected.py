@@ -11,6 +11,7 @@ from ..call.call import Call, Dropout
 from ..call.statistic import Statistic
 from ..dispatch.run import Interceptor, attend, zeros
 from ..dispatch.statistics import compute
+from ..indexing import Chosen
 from ..internal.signatures import kind
 from ..kv import KVView
 from ..masks.band import AnyMask
@@ -46,6 +47,7 @@ class InspectedLayer(nn.Module):
         key_ends: Tensor | None = None,
         attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
+        selected: Chosen | Tensor | None = None,
     ) -> Tensor:
         """Return the attention probabilities of a call of this layer: some rows, sums or means.
 
@@ -64,10 +66,8 @@ class InspectedLayer(nn.Module):
         torch.Size([2, 8, 2, 9])
         """
         statistic = statistic_of(over, rows, at)
-        packing = cu_seqlens, cu_seqlens_context
-        given = Inputs(
-            context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
-        )
+        offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, selected)
         return self._taken(statistic, x, given)
 
     def maxima(
@@ -86,6 +86,7 @@ class InspectedLayer(nn.Module):
         key_ends: Tensor | None = None,
         attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
+        selected: Chosen | Tensor | None = None,
     ) -> Tensor:
         """Return the largest score of each query in a call, ``[b, h, s]``, or packed ``[h, s]``.
 
@@ -96,10 +97,8 @@ class InspectedLayer(nn.Module):
             ValueError: an argument does not fit, or the layer has ``context_parallel``.
         """
         statistic = maxima_of(of)
-        packing = cu_seqlens, cu_seqlens_context
-        given = Inputs(
-            context, keys, kv, positions, angles, *packing, key_starts, key_ends, attention_mask, mask
-        )
+        offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, selected)
         return self._taken(statistic, x, given)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from ..cache.kv_cache import LayerCache
 from ..cache.sequences import Prompt
 from ..call.selection import selection_of
 from ..gate import Gate
+from ..indexing import Chosen, IndexBranch, Indexer
 from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView, StepInfo
@@ -21,13 +22,13 @@ from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import AttentionCall, attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
+from .choices import index_branch, index_sizes
 from .context_parallel import ContextParallel
-from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
-from .inspected import InspectedLayer
+from .inputs import Inputs, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
-from .padding import without_padding
 from .parameters import check_counts, described, not_none, reset_children
-from .positions import angles_of, positions_of, with_depths
+from .positions import angles_of, positions_of
+from .selecting import SelectingLayer
 from .shared_keys import Keys, check_keys, refuse_own_keys
 from .tensor_parallel import local_weight, plan_of, share_of
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # importing these modules takes longer than importing attnlib
 
 
 @kind
-class MultiHeadLatentAttention(InspectedLayer):
+class MultiHeadLatentAttention(SelectingLayer):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameter names.
 
     A cache stores ``kv_lora_rank + qk_rope_head_dim`` values per token: a latent, and a rotary key that all
@@ -56,6 +57,7 @@ class MultiHeadLatentAttention(InspectedLayer):
     no kv_a_proj_with_mqa and kv_a_layernorm, and expands the latents with its own kv_b_proj.
     With YaRN, the layer multiplies ``scale`` by ``rope.latent_scale``, DeepSeek's factor ``mscale * mscale``:
     a ``scale`` that you pass must not contain it.
+    ``select`` gives the layer an index branch, as in DeepSeek-V3.2. Calls over selected keys run absorbed.
     With ``context_parallel``, ranks send each other latents and expand the latents that they receive.
 
     Raises:
@@ -81,6 +83,8 @@ class MultiHeadLatentAttention(InspectedLayer):
     context_parallel: ContextParallel | None
     mask_tensors: CapturedTensors | None
     score: CapturedTensors | None
+    select: Indexer | None
+    indexer: IndexBranch | None
     q_gain: float  # multiplies the rotated channels of q, for YaRN
     scale: float
     q_proj: nn.Linear  # only without q_lora_rank
@@ -113,6 +117,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         own_keys: bool = True,
         scale: float | None = None,
         score: ScoreFunction | None = None,
+        select: Indexer | None = None,
         dropout_p: float = 0.0,
         context_parallel: ContextParallel | None = None,
         form: str = "auto",
@@ -155,6 +160,10 @@ class MultiHeadLatentAttention(InspectedLayer):
         self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
         self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
+        options = {"kv_heads": None, "mask": mask, "rope": rope, "own_keys": own_keys}
+        branch = partial(IndexBranch, norm_eps=norm_eps, device=device, dtype=dtype)
+        self.select, of_ranks = select, {"context_parallel": context_parallel, "q_lora_rank": q_lora_rank}
+        self.indexer = index_branch(select, hidden_size, **options, **of_ranks, make=branch)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -162,7 +171,8 @@ class MultiHeadLatentAttention(InspectedLayer):
         refuse_own_keys(self.own_keys)
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
-        return KVLayout.latent(*widths, window=window, first_tokens=first, dtype=dtype)
+        kept = {"window": window, "first_tokens": first} | index_sizes(self.select)
+        return KVLayout.latent(*widths, **kept, dtype=dtype)
 
     def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
         """Same as :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
@@ -175,6 +185,7 @@ class MultiHeadLatentAttention(InspectedLayer):
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Same as :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank computes all latents."""
         query_name = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        self._check_shardable()
         columns = (query_name, "kv_b_proj") if self.gate is None else (query_name, "kv_b_proj", "g_proj")
         return plan_of(mesh, self.num_heads, self.num_heads, columns)
 
@@ -182,6 +193,11 @@ class MultiHeadLatentAttention(InspectedLayer):
     def query_projection(self) -> nn.Module:
         """The projection that computes the heads of q."""
         return self.q_proj if self.q_lora_rank is None else self.q_b_proj
+
+    @property
+    def first_projection(self) -> nn.Module:
+        """The first module that the layer calls on x."""
+        return self.q_proj if self.q_lora_rank is None else self.q_a_proj
 
     def forward(
         self,
@@ -198,21 +214,21 @@ class MultiHeadLatentAttention(InspectedLayer):
         key_ends: Tensor | None = None,
         attention_mask: Tensor | None = None,
         mask: AnyMask | None = None,
+        selected: Chosen | Tensor | None = None,
     ) -> Tensor:
         """Same as :meth:`attnlib.GroupedQueryAttention.forward`, but ``keys`` are ``latent(x, angles)``."""
         ranks = self.context_parallel
         offsets, bounds = (cu_seqlens, cu_seqlens_context), (key_starts, key_ends, attention_mask)
-        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, ranks)
-        given = without_padding(x, given)
-        first = self.q_proj if self.q_lora_rank is None else self.q_a_proj
-        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=first)
-        given = with_depths(self, x, given)
+        given = Inputs(context, keys, kv, positions, angles, *offsets, *bounds, mask, selected, ranks)
+        given = self._validated(x, given)
         if keys is not None or not self.own_keys:
             widths = self.kv_lora_rank, self.qk_rope_head_dim
-            check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=True, first=first)
+            check_keys(keys, x, widths, own_keys=self.own_keys, is_latent=True, first=self.first_projection)
         angles = angles_of(self.rope, x, given)
-        q_nope, q_rope = self.query(
-            x, angles, None if self.temperature is None else positions_of(self.rope, x, given)
+        source = self.query_source(x)
+        given, index = self._selecting(x, given, angles, source)
+        q_nope, q_rope = self._query_of(
+            source, angles, None if self.temperature is None else positions_of(self.rope, x, given)
         )
         share = share_of(self.query_projection, self.num_heads, q_nope.shape[-2])
         attention = attention_call(self, Score(self.scale), given, q_nope.shape[-2], share)
@@ -222,7 +238,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         elif isinstance(keys, KVView):
             out = self._attend_view(q_nope, q_rope, keys, attention)
         elif kv is not None:
-            out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
+            out = self._attend_step(q_nope, q_rope, x, kv, angles, index, attention)
         else:
             latent, k_rope = keys or self.latent(x if context is None else context, angles)
             out = self._attend_tokens(q_nope, q_rope, latent, k_rope, attention, given)
@@ -247,7 +263,16 @@ class MultiHeadLatentAttention(InspectedLayer):
 
         A temperature needs integer ``positions``.
         """
-        q = self.query_projection(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
+        return self._query_of(self.query_source(x), angles, positions)
+
+    def query_source(self, x: Tensor) -> Tensor:
+        """Return what q is projected from: the normalized q latent, or x without ``q_lora_rank``."""
+        return x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+
+    def _query_of(
+        self, source: Tensor, angles: Angles | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q = self.query_projection(source)
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
         q = q if self.temperature is None else self.temperature.scaled(q, positions)
@@ -271,6 +296,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         x: Tensor,
         kv: LayerCache,
         angles: Angles | None,
+        index: Tensor | None,
         attention: AttentionCall,
     ) -> Tensor:
         """Append the tokens of x to the cache and attend to all stored tokens.
@@ -278,7 +304,7 @@ class MultiHeadLatentAttention(InspectedLayer):
         The first tokens of a sequence attend to each other directly, without reading the cache back.
         """
         latent, k_rope = self.latent(x, None)
-        view = kv.append(latent, k_rope, angles=angles)
+        view = kv.append(latent, k_rope, angles=angles, index=index)
         if not kv.prefill or view.split_size or kv.history:
             return self._attend_view(q_nope, q_rope, view, attention)
         attention.check(q_nope, view)  # the call below would skip this check
@@ -330,7 +356,9 @@ class MultiHeadLatentAttention(InspectedLayer):
             q = torch.cat((q_nope, q_rope), -1)
             source = source_of(self.expand, q, latent, k_rope, tuple(self.kv_b_proj.parameters()))
             return attention.over_tokens(q, None, None, given, source)
-        if self._allowed_form(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
+        has_lists = selection_of(attention.mask) is not None  # to be gathered once, not for each head
+        form = "absorbed" if has_lists else self._cheaper(q_nope.shape[-3], latent.shape[-2])
+        if self._allowed_form(form) == "expanded":
             k, v = self.expand(latent, k_rope)
             check_heads(q_nope, k)
             return attention.over_tokens(torch.cat((q_nope, q_rope), -1), k, v, given)

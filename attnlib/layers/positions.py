@@ -96,14 +96,16 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     return rope.angles(_natural_positions(rope, x, given), length=x.shape[1] * ranks)
 
 
-def positions_of(rope: Rope | None, x: Tensor, given: Inputs) -> Tensor:
+def positions_of(
+    rope: Rope | None, x: Tensor, given: Inputs, needs: str = "the layer's temperature"
+) -> Tensor:
     """Return the integer positions of x's tokens, counted as in :func:`angles_of`; of several axes, axis 0.
 
     Raises:
         ValueError: only Angles were given, from which positions cannot be read.
     """
     if given.angles is not None and given.positions is None:
-        raise ValueError("positions: the layer's temperature needs them; pass positions= with angles=")
+        raise ValueError(f"positions: {needs} needs them; pass positions= with angles=")
     positions = _natural_positions(rope, x, given) if given.positions is None else given.positions
     return positions if rope is None or rope.axes is None else positions[0]
 

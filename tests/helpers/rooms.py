@@ -56,7 +56,15 @@ ROOMS = {
     "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
     "qk_clip": {"layers", "dispatch/statistics", "dispatch/run", "call", *VALUES},
     "layers": {
-        *("functional", "weights", "dispatch/warnings", "dispatch/statistics", "dispatch/run", "call"),
+        *(
+            "functional",
+            "weights",
+            "indexing",
+            "dispatch/warnings",
+            "dispatch/statistics",
+            "dispatch/run",
+            "call",
+        ),
         *(*CACHES, *VALUES),
     },
     "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},

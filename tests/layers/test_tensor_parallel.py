@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from attnlib import (
     FULL,
     Gate,
     GroupedQueryAttention,
+    Indexer,
     KVCache,
     MultiHeadLatentAttention,
     MultiQueryAttention,
@@ -91,6 +93,9 @@ def selecting(c: int) -> Selecting:
     return layer
 
 
+BRANCH = Indexer(heads=2, head_dim=8, top=3, rope=Rope(4))
+
+
 LAYERS = {
     "mha": lambda: grouped(4, rope=Rope(16), bias=True, output_bias=False),
     "gqa": lambda: grouped(2, rope=Rope(16), qk_norm=True),
@@ -127,6 +132,8 @@ LAYERS = {
     "mla, dropout": lambda: latent(dropout_p=0.4),
     "gqa, KV heads selected": lambda: selecting(2),
     "gqa, query heads selected": lambda: selecting(4),
+    "gqa, index branch": lambda: grouped(2, rope=Rope(16), sinks=True, select=BRANCH),
+    "mla, index branch": lambda: latent(q_lora_rank=8, select=replace(BRANCH, source="latent")),
 }
 FOUR = (
     "mha",
@@ -202,7 +209,11 @@ def train(layer: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     torch.manual_seed(3)  # of dropout, on every rank
     out = layer(**inputs)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
-    results = {"out": out} | {name: x.grad for name, x in inputs.items()}
+    losses = {}
+    if getattr(layer, "indexer", None) is not None:  # the gradients of its weights are those of their loss
+        losses = {"loss": layer.index_loss(inputs["x"], selected=layer.choose(inputs["x"]))}
+        losses["loss"].backward()
+    results = {"out": out} | losses | {name: x.grad for name, x in inputs.items()}
     results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {name: whole(x) for name, x in results.items()}
 

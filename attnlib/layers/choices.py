@@ -1,0 +1,232 @@
+"""The choice of keys in a layer: make its index branch, compute index keys, and choose, or stay dense."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..indexing import Chosen, IndexBranch, Indexer, IndexTensors, choose
+from ..internal.checks import came, is_recorded
+from ..kv import KVView
+from ..masks.band import CAUSAL, AnyMask
+from ..rope.rope import Angles, Rope
+from .context_parallel import ContextParallel
+from .inputs import Inputs
+from .positions import angles_of, positions_of, sequence_of
+
+
+def index_branch(
+    select: Indexer | None,
+    hidden_size: int,
+    *,
+    kv_heads: int | None,
+    q_lora_rank: int | None = None,
+    mask: AnyMask,
+    rope: Rope | None,
+    own_keys: bool,
+    context_parallel: ContextParallel | None,
+    make: partial[IndexBranch],
+) -> IndexBranch | None:
+    """Return the index branch of a layer, which ``make`` creates; None without ``select``.
+
+    ``kv_heads`` is None in a latent layer.
+
+    Raises:
+        TypeError: ``select`` is not an Indexer.
+        ValueError: the indexer does not fit the layer.
+    """
+    if select is None:
+        return None
+    if not isinstance(select, Indexer):
+        raise TypeError(f"select: expected an Indexer or None, got {type(select).__name__}")
+    if not own_keys:
+        raise ValueError(
+            "own_keys: expected True with select=, since index keys are stored with the layer's own keys, "
+            "got False; make the layer without select=, and pass it selected= of another layer"
+        )
+    if mask != CAUSAL:
+        raise ValueError(
+            "mask: expected CAUSAL with select=, since an index branch chooses among all keys up to a "
+            f"query, got {mask.spelled}"
+        )
+    if context_parallel is not None:
+        raise ValueError(REFUSED_RANKS)
+    if select.source == "latent" and q_lora_rank is None:
+        layer = "a grouped layer" if kv_heads is not None else "q_lora_rank=None"
+        raise ValueError(
+            f"select.source: expected 'x' or 'normed' for {layer}, which has no q latent, got 'latent'"
+        )
+    if select.per == "group" and select.heads != kv_heads:
+        expected = "per='all' in a latent layer" if kv_heads is None else f"num_kv_heads={kv_heads} heads"
+        raise ValueError(f"select: expected {expected}, got per='group' with {select.heads} heads")
+    if select.rope is not None and select.rope.axes is not None and select.rope != rope:
+        raise ValueError(
+            f"select.rope: expected axes only in the rope of the layer, {rope}, got {select.rope}"
+        )
+    return make(select, hidden_size, q_lora_rank=q_lora_rank if select.source == "latent" else None)
+
+
+REFUSED_RANKS = (
+    "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
+    "train with tensor parallelism, or pass whole sequences"
+)
+
+
+def index_sizes(select: Indexer | None) -> dict[str, int]:
+    """Return the options of a KVLayout that store the index keys of a branch."""
+    return {} if select is None else {"index_dim": select.head_dim}
+
+
+def given_choice(selected: Chosen | Tensor, own: Indexer | None) -> Chosen:
+    """Return ``selected=`` as a choice; the blocks of a tensor are those of the layer's ``own`` branch.
+
+    Raises:
+        TypeError: ``selected`` is neither a choice nor a tensor.
+    """
+    if isinstance(selected, Chosen):
+        return selected
+    if not isinstance(selected, Tensor):
+        raise TypeError(
+            f"selected: expected what layer.choose() returns, or int32 lists, got {came(selected)}"
+        )
+    return Chosen(selected, 1 if own is None else own.block_size)
+
+
+def chosen_by(
+    layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | None, latent: Tensor | None = None
+) -> tuple[Chosen, Tensor | None]:
+    """Return what the layer's index branch chooses, and the index keys of x if it computed them.
+
+    ``angles`` are the layer's own. ``latent`` is the q latent of x, if it is known.
+
+    Raises:
+        NotImplementedError, ValueError: the branch cannot choose among these keys.
+    """
+    _check_chooses(given)
+    select = layer.select
+    if _tokens(x, given) <= select.top * select.block_size:
+        return Chosen(None, select.block_size), None
+    index = index_tensors_of(layer, x, given, angles, latent)
+    kv = given.kv
+    cu_seqlens = given.cu_seqlens if kv is None else kv.cu_seqlens
+    if cu_seqlens is not None and is_recorded(x):
+        raise NotImplementedError(
+            "select: expected dense steps in compiled code and CUDA graphs, since the offsets of packed "
+            "sequences are read to choose, got a packed one; pass selected="
+        )
+    own_keys = index.keys
+    if kv is not None:
+        stop = None if is_recorded(x) else kv.history + x.shape[-2]
+        index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
+        view = kv.now
+        if cu_seqlens is None:
+            padded = kv.info.padded or is_recorded(x)
+            lists = _lists(layer, index, lengths=view.lengths, starts=view.starts if padded else None)
+        else:
+            lists = _lists_of_packed_step(layer, index, view)
+    elif cu_seqlens is not None:
+        lists = _lists(layer, index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    else:
+        lists = _lists(layer, _after(index, given.key_starts), starts=given.key_starts)
+    return Chosen(lists, select.block_size), own_keys
+
+
+def index_keys_of(layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | None) -> Tensor:
+    """Return only the index keys ``[..., dI]`` of x, for a cache."""
+    return layer.indexer.keys(x, _index_angles(layer, x, given, angles))
+
+
+def index_tensors_of(
+    layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | None, latent: Tensor | None = None
+) -> IndexTensors:
+    """Return the index queries, keys and weights of x; the arguments are those of :func:`chosen_by`."""
+    if layer.select.source != "latent":
+        latent = None
+    elif latent is None:
+        with torch.no_grad():
+            latent = layer.query_source(x)
+    positions = _positions(layer, x, given) if layer.select.query_scale else None
+    return layer.indexer(x, latent, angles=_index_angles(layer, x, given, angles), positions=positions)
+
+
+def _tokens(x: Tensor, given: Inputs) -> int:
+    """Return how many tokens a sequence may have, by the sizes that the host knows.
+
+    Compiled code and CUDA graphs are replayed for longer sequences, up to the capacity of their cache.
+    """
+    if given.kv is None:
+        return x.shape[-2]
+    return given.kv.capacity if is_recorded(x) else given.kv.history + x.shape[-2]
+
+
+def _check_chooses(given: Inputs) -> None:
+    """Raise NotImplementedError or ValueError if the keys are not those that an index branch scores."""
+    if given.context_parallel is not None:
+        raise NotImplementedError(REFUSED_RANKS)
+    if given.mask is not None:
+        raise NotImplementedError(
+            "mask: expected None in a layer that chooses its keys, since the index branch does not know the "
+            f"mask, got {given.mask.spelled}; pass selected=, pack sequences with cu_seqlens=, or pad them "
+            "on one side"
+        )
+    if given.context is not None or isinstance(given.keys, KVView):
+        name = "keys" if given.context is None else "context"
+        raise NotImplementedError(
+            f"{name}: expected keys of the tokens of x in a layer that chooses its keys, since it scores "
+            "their index keys, got others; pass selected="
+        )
+    if given.kv is not None and given.kv.now is not None and given.kv.now.is_partial:
+        raise NotImplementedError(
+            "kv: expected a cache that no ranks share, since an index branch scores all keys, got a sharded "
+            "one; make the cache without mesh="
+        )
+
+
+def _positions(layer: nn.Module, x: Tensor, given: Inputs) -> Tensor:
+    """Return the positions at which the index branch rotates x.
+
+    Pooled keys rotate at the storage index of their block, so there all tokens count from the start of
+    storage, whatever positions are given.
+    """
+    if not layer.select.norm_after_pool:
+        return positions_of(layer.rope, x, given, "the index branch")
+    positions = positions_of(None, x, given._replace(positions=None, angles=None))
+    if given.kv is None:
+        return positions
+    view = given.kv.now
+    if view.cu_seqlens_q is None:
+        return positions + view.starts[:, None]
+    return positions + view.starts[sequence_of(torch.arange(x.shape[0], device=x.device), view.cu_seqlens_q)]
+
+
+def _index_angles(layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | None) -> Angles | None:
+    """Return the angles of the index branch; the layer's own if it rotates alike."""
+    rope = layer.select.rope
+    if rope is None or (rope == layer.rope and not layer.select.norm_after_pool):
+        return None if rope is None else angles
+    if rope.needs_length:
+        return angles_of(rope, x, given)
+    return rope.angles(_positions(layer, x, given))
+
+
+def _after(index: IndexTensors, starts: Tensor | None) -> IndexTensors:
+    """Return index tensors whose keys before ``starts`` ``[b]``, which are padding, are 0, as in a cache."""
+    if starts is None:
+        return index
+    is_padding = torch.arange(index.keys.shape[1], device=index.keys.device) < starts[:, None]
+    return index._replace(keys=index.keys.masked_fill(is_padding[..., None], 0))
+
+
+def _lists(layer: nn.Module, index: IndexTensors, **bounds: Tensor | None) -> Tensor:
+    branch = layer.indexer
+    return choose(index.queries, index.keys, index.weights, layer.select, finish=branch.finish, **bounds)
+
+
+def _lists_of_packed_step(layer: nn.Module, index: IndexTensors, view: KVView) -> Tensor:
+    """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads lengths."""
+    lengths = view.lengths.tolist()
+    keys = torch.cat([row[:length] for row, length in zip(index.keys, lengths, strict=True)])
+    offsets = pad(view.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    packed = index._replace(keys=keys)
+    return _lists(layer, packed, cu_seqlens_q=view.cu_seqlens_q, cu_seqlens_k=offsets)
