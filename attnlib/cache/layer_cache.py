@@ -6,7 +6,7 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..dispatch.storage import cached_write, write_cache
+from ..dispatch.storage import cached_write, write_cache, write_index
 from ..internal.checks import came
 from ..internal.signatures import leading_to
 from ..kv import KVLayout, KVView, StepInfo
@@ -115,6 +115,20 @@ class LayerCache:
             at = view.lengths[row] - offsets[row + 1] + token
         keys[row, at] = new.where((at >= view.starts[row])[..., None, None], 0)
         return keys
+
+    def store_index(self, new: Tensor) -> KVView:
+        """Write only this step's index keys, and return the view with them; ``append`` writes them again.
+
+        ``new`` is that of :meth:`index_keys`.
+
+        Raises:
+            RuntimeError: outside a step.
+        """
+        if self._slots is None:
+            self._refuse_append()
+        sizes = self.layout.index_heads, self.layout.index_dim
+        write_index(self._view, self._fit("index", new, sizes), self._slots)
+        return self._view
 
     @property
     def now(self) -> KVView | None:

@@ -11,9 +11,10 @@ def kernel(queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
     """Return the Triton operator for index queries ``[b, s, HI, dI]`` and keys ``[b, t, dI]``, or None.
 
     Keys may also be those of all pages in a cache, ``[pages, page, dI]``. The operator takes queries, keys,
-    weights, the number of keys that each query sees, the page table and the scales of keys in a cache (or
-    None), the scale of scores, whether products pass a relu, whether heads stay apart, of how many keys it
-    returns the largest score, and the number of keys.
+    weights, the numbers of the first keys that queries do not see any more, and that sequences see at all
+    (or None), the page table and the scales of keys in a cache (or None), the scale of scores, whether
+    products pass a relu, whether heads stay apart, of how many keys it returns the largest score, and the
+    number of keys.
     """
     return None if _triton.against_index_scores(queries, keys) else _triton.index_scores
 

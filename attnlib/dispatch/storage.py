@@ -53,6 +53,11 @@ def write_cache(
         )  # the cached write keeps the slots alive, so their id stays valid
 
 
+def write_index(kv: KVView, index: Tensor, slots: Tensor) -> None:
+    """Write only the index keys ``[..., index_heads, index_dim]`` of tokens to a cache in place."""
+    storing(kv.layout.dtype, kv.k.device).write_index(kv, index, slots)
+
+
 def cached_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
     """Return the cached write for this key and these slots of a view, or None if there is none."""
     return CALL_CACHE.find(kv, ("write", id(slots), key))

@@ -12,3 +12,5 @@ from .chosen import Chosen as Chosen
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss
+from .scores import StoredKeys as StoredKeys
+from .scores import reads_stored as reads_stored

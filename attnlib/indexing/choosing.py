@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..internal.checks import bind, came
 from .indexer import Indexer
-from .scores import bytes_per_query, index_scores, widened
+from .scores import StoredKeys, bytes_per_query, index_scores, widened
 
 BUDGET = 1 << 29  # bytes of scores at a time: those of 4k queries and 32k keys
 Finish = Callable[[Tensor, Tensor], Tensor]
@@ -17,7 +17,7 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 @torch.no_grad()
 def choose(
     queries: Tensor,
-    keys: Tensor,
+    keys: Tensor | StoredKeys,
     weights: Tensor | None,
     indexer: Indexer,
     *,
@@ -35,7 +35,8 @@ def choose(
     last ``s`` of ``t`` tokens, or of ``lengths`` int32 ``[b]`` tokens, whose later keys do not count; each
     sees the keys up to itself. Blocks that end before ``starts`` int32 ``[b]`` are left padding: they are not
     chosen, unless a query sees at most ``top`` blocks. Packed queries ``[s, HI, dI]`` and keys ``[t, dI]``
-    have int32 offsets ``[b + 1]``, which are read from the device; their lists are ``[s, c, n]``.
+    have int32 offsets ``[b + 1]``, which are read from the device; their lists are ``[s, c, n]``. Keys of a
+    cache are read in place where :func:`reads_stored` is true.
 
     The lists are those of :func:`attnlib.masks.selected` with ``indexer.block_size``. Entries stand on the
     left, in any order, and -1 stands for no entry. A query that sees at most ``top`` blocks gets all of them.
@@ -84,7 +85,7 @@ def packed_sequences(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -
     return [(slice(a, b), slice(c, d)) for a, b, c, d in bounds if b > a]
 
 
-def block_keys(keys: Tensor, indexer: Indexer, finish: Finish | None) -> Tensor:
+def block_keys(keys: Tensor | StoredKeys, indexer: Indexer, finish: Finish | None) -> Tensor | StoredKeys:
     """Return the keys that scores are computed with: ``keys``, or the means of complete blocks of them."""
     if indexer.pool != "mean":
         return keys
@@ -97,7 +98,11 @@ def block_keys(keys: Tensor, indexer: Indexer, finish: Finish | None) -> Tensor:
 
 
 def check(
-    queries: Tensor, keys: Tensor, weights: Tensor | None, indexer: Indexer, finish: Finish | None
+    queries: Tensor,
+    keys: Tensor | StoredKeys,
+    weights: Tensor | None,
+    indexer: Indexer,
+    finish: Finish | None,
 ) -> None:
     """Raise ValueError or TypeError unless index tensors fit each other and the indexer."""
     named = [("queries", queries, "bshd" if queries.dim() == 4 else "shd")]
@@ -105,7 +110,7 @@ def check(
     if weights is not None:
         named += [("weights", weights, "bsh" if queries.dim() == 4 else "sh")]
     bind(*named, known={"h": indexer.heads, "d": indexer.head_dim})
-    if keys.dtype != queries.dtype:
+    if isinstance(keys, Tensor) and keys.dtype != queries.dtype:
         raise TypeError(f"keys: expected {queries.dtype} like queries, got {keys.dtype}")
     if (weights is not None) != indexer.weighted:
         expected, got = ("None", "some") if weights is not None else ("a tensor", "None")
@@ -123,7 +128,7 @@ def _no_entries(queries: Tensor, indexer: Indexer, tokens: int) -> Tensor:
 
 def _choose(
     queries: Tensor,
-    keys: Tensor,
+    keys: Tensor | StoredKeys,
     weights: Tensor | None,
     indexer: Indexer,
     finish: Finish | None,
@@ -136,14 +141,14 @@ def _choose(
     if s > t:
         raise ValueError(f"keys: expected at least the s={s} tokens of the queries, got t={t}")
     scored, lists = block_keys(keys, indexer, finish), _no_entries(queries, indexer, t)
-    tokens = torch.arange(1 - s, 1, device=keys.device, dtype=torch.int32)
+    tokens = torch.arange(1 - s, 1, device=queries.device, dtype=torch.int32)
     seen = (tokens + t)[None].expand(b, s) if lengths is None else lengths[:, None] + tokens
     rows = max(1, budget // max(1, bytes_per_query(queries, scored, indexer)))
     for start in range(0, s, rows):
         stop = min(s, start + rows)
         last = t if lengths is not None else t - s + stop  # no query of this chunk sees later keys
         if -(-last // size) > indexer.top:
-            own = scored[:, : last // size if indexer.pool == "mean" else last]
+            own = _first(scored, last // size if indexer.pool == "mean" else last)
             part = slice(start, stop)
             own_weights = None if weights is None else weights[:, part]
             found = _chunk(queries[:, part], own, own_weights, seen[:, part], bounds.starts, indexer)
@@ -151,6 +156,11 @@ def _choose(
             found = _all_blocks(seen[:, start:stop], lists.shape[-1], size).expand(-1, -1, lists.shape[2], -1)
         lists[:, start:stop, :, : found.shape[-1]] = found
     return lists
+
+
+def _first(keys: Tensor | StoredKeys, count: int) -> Tensor | StoredKeys:
+    """Return the first keys of each sequence."""
+    return keys._replace(tokens=count) if isinstance(keys, StoredKeys) else keys[:, :count]
 
 
 def _all_blocks(seen: Tensor, width: int, size: int) -> Tensor:
@@ -167,7 +177,7 @@ def candidates_of(seen: Tensor, indexer: Indexer) -> Tensor:
 
 def _chunk(
     queries: Tensor,
-    scored: Tensor,
+    scored: Tensor | StoredKeys,
     weights: Tensor | None,
     seen: Tensor,
     starts: Tensor | None,
@@ -176,7 +186,8 @@ def _chunk(
     """Return the lists of some queries, of which one may see more than ``top`` blocks."""
     size, candidates = indexer.block_size, candidates_of(seen, indexer)
     ends = candidates if indexer.pool == "mean" else candidates * size if indexer.tail else seen
-    scores = index_scores(queries, scored, weights, ends.int(), indexer)
+    of_tokens = None if indexer.pool == "mean" else starts
+    scores = index_scores(queries, scored, weights, ends.int(), indexer, of_tokens)
     scores[..., : indexer.first] = torch.inf
     if indexer.local:
         back = torch.arange(1, indexer.local + 1, device=seen.device)

@@ -35,29 +35,42 @@ class StoredKeys(NamedTuple):
 
 
 def index_scores(
-    queries: Tensor, keys: Tensor | StoredKeys, weights: Tensor | None, ends: Tensor, indexer: Indexer
+    queries: Tensor,
+    keys: Tensor | StoredKeys,
+    weights: Tensor | None,
+    ends: Tensor,
+    indexer: Indexer,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Return the scores ``[b, s, c, t]`` of queries for keys; they are -inf for keys that a query cannot see.
 
     ``queries`` are ``[b, s, HI, dI]``, ``keys`` ``[b, t, dI]`` and ``weights`` ``[b, s, HI]`` or None. A
-    query sees the keys before its number in ``ends``, int32 ``[b, s]``. With ``pool="max"``, the scores are
-    those of blocks. They are fp32, or fp64 for fp64 queries, and have no gradient. Keys in a cache are read
-    by a kernel only.
+    query sees the keys before its number in ``ends``, int32 ``[b, s]``, from ``starts`` int32 ``[b]`` on.
+    With ``pool="max"``, the scores are those of blocks. They are fp32, or fp64 for fp64 queries, and have no
+    gradient. Keys in a cache are read by a kernel only.
     """
     size = indexer.block_size if indexer.pool == "max" else 1
     stored = keys if isinstance(keys, StoredKeys) else StoredKeys(keys, None, None, keys.shape[1])
     if (run := kernel(queries, stored.keys)) is not None:
         options = indexer.score_scale, indexer.activation is not None, indexer.per == "group"
         by_kernel = pooled(queries, size)
-        of_keys = ends, stored.table, stored.scale
+        of_keys = ends, starts, stored.table, stored.scale
         scores = run(queries, stored.keys, weights, *of_keys, *options, by_kernel, stored.tokens)
         return scores if by_kernel == size else block_maxima(scores, size)
     grouped = queries.unflatten(2, (indexer.lists, -1))
     with torch.autocast(queries.device.type, enabled=False):
         products = torch.einsum("bscfd,btd->bscft", widened(grouped), widened(keys))
         scores = combined(products, weights, indexer)
-    hidden = torch.arange(keys.shape[1], device=keys.device) >= ends[..., None]
+    place = torch.arange(keys.shape[1], device=keys.device)
+    hidden = place >= ends[..., None]
+    if starts is not None:
+        hidden = hidden | (place < starts[:, None, None])
     return block_maxima(scores.masked_fill_(hidden[:, :, None], -torch.inf), size)
+
+
+def reads_stored(queries: Tensor, view: KVView, indexer: Indexer) -> bool:
+    """True if a kernel reads the index keys of a view in place; the means of blocks need all of them."""
+    return indexer.pool != "mean" and kernel(queries, view.index) is not None
 
 
 def combined(products: Tensor, weights: Tensor | None, indexer: Indexer) -> Tensor:
@@ -72,7 +85,7 @@ def combined(products: Tensor, weights: Tensor | None, indexer: Indexer) -> Tens
     return torch.einsum("...cft,...cf->...ct", products, factors)
 
 
-def bytes_per_query(queries: Tensor, keys: Tensor, indexer: Indexer) -> int:
+def bytes_per_query(queries: Tensor, keys: Tensor | StoredKeys, indexer: Indexer) -> int:
     """Return how many bytes :func:`index_scores` takes for one query of each sequence and all keys."""
     (b, t, _), size = keys.shape, indexer.block_size if indexer.pool == "max" else 1
     if kernel(queries, keys.keys if isinstance(keys, StoredKeys) else keys) is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..indexing import Chosen, IndexBranch, Indexer, IndexTensors, choose
+from ..indexing import Chosen, IndexBranch, Indexer, IndexTensors, StoredKeys, choose, reads_stored
 from ..internal.checks import came, is_recorded
 from ..kv import KVView
 from ..masks.band import CAUSAL, AnyMask
@@ -117,9 +117,12 @@ def chosen_by(
         )
     own_keys = index.keys
     if kv is not None:
-        stop = None if is_recorded(x) else kv.history + x.shape[-2]
-        index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
-        view = kv.now
+        stop, view = None if is_recorded(x) else kv.history + x.shape[-2], kv.now
+        if cu_seqlens is None and reads_stored(index.queries, view, select):
+            stored = kv.store_index(own_keys[..., None, :])
+            index = index._replace(keys=StoredKeys.of(stored, min(kv.capacity, stop or kv.capacity)))
+        else:
+            index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
         if cu_seqlens is None:
             padded = kv.info.padded or is_recorded(x)
             lists = _lists(layer, index, lengths=view.lengths, starts=view.starts if padded else None)

@@ -150,7 +150,7 @@ def _index_scores(build: Build) -> Prepared:
         k, scale = made(256, 64, d, dtype=torch.float8_e4m3fn), made(256, 64)
         table = made(BATCH, LONG // 64, dtype=torch.int32)
     a = index_scores.IndexArguments(
-        q, k, weights, ends, table, scale, 1.0, not by_head, by_head, build.block or 1, LONG
+        q, k, weights, ends, None, table, scale, 1.0, not by_head, by_head, build.block or 1, LONG
     )
     return index_scores.plan(key_of(a, q, k)), a._asdict() | {"result": made(1)}
 

@@ -51,8 +51,8 @@ def test_the_operator_has_a_fake():
     q, k = (x.to("meta") for x in tensors())
     ends, weights = torch.zeros(2, 3, dtype=torch.int32, device="meta"), q[..., 0]
     operator = torch.ops.attnlib.triton_index_scores
-    assert operator(q, k, weights, ends, None, None, 1.0, True, False, 1, 5).shape == (2, 3, 1, 5)
-    assert operator(q, k, None, ends, None, None, 1.0, True, True, 4, 5).shape == (2, 3, 4, 2)
+    assert operator(q, k, weights, ends, None, None, None, 1.0, True, False, 1, 5).shape == (2, 3, 1, 5)
+    assert operator(q, k, None, ends, None, None, None, 1.0, True, True, 4, 5).shape == (2, 3, 4, 2)
 
 
 def test_blocks_that_the_kernel_pools():

@@ -9,10 +9,11 @@ from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import FLOP_FORMULAS, Indexer, KVCache, KVLayout
+from attnlib import CAUSAL, FLOP_FORMULAS, GroupedQueryAttention, Indexer, KVCache, KVLayout
 from attnlib.dispatch.index_scores import kernel
 from attnlib.indexing import choose
 from attnlib.indexing.scores import StoredKeys, index_scores
+from attnlib.layers import choices
 
 HALF = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
@@ -178,3 +179,35 @@ def test_keys_in_a_cache_are_read_in_place(name, page_size, index_dtype):
     gathered = view.index_keys(in_place.tokens)[:, :, 0]
     expected = index_scores(q, gathered.contiguous(), weights, ends, indexer)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks"])
+def test_layers_choose_among_keys_in_place(name, monkeypatch):
+    """As among gathered keys, step by step, over pages of a sequence that is padded and one that is not."""
+    blocks = {
+        "per": "group",
+        "heads": 2,
+        "weighted": False,
+        "block_size": 4,
+        "pool": "max",
+        "local": 1,
+        "top": 3,
+    }
+    select = Indexer(**({"heads": 3, "top": 9} if name == "tokens" else blocks), head_dim=16)
+    layer = GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL, select=select, device=DEVICE)
+    x, found = torch.randn(2, 40, 32, device=DEVICE), []
+    for reads in (True, False):
+        if not reads:
+            monkeypatch.setattr(choices, "reads_stored", lambda *_: False)
+        cache = KVCache.paged([layer.kv_layout], pages=40, page_size=4, max_sequences=2, device=DEVICE)
+        cache.admit(2, left_padding=[0, 6])
+        outs = []
+        with torch.no_grad():
+            for tokens in x.split((25, 1, 3, 1, 10), 1):
+                with cache.step(tokens.shape[1]) as (kv,):
+                    chosen = layer.choose(tokens, kv=kv)
+                    outs.append((chosen.indices.sort(-1).values, layer(tokens, kv=kv)))
+        found.append(outs)
+    for (lists, out), (others, expected) in zip(*found, strict=True):
+        assert torch.equal(lists, others)
+        torch.testing.assert_close(out, expected)

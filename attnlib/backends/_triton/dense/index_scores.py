@@ -28,23 +28,24 @@ POOLED = 128  # most keys of a block, and most channels, of which a tile fits in
 MOST_HEADS = 128  # in a tile, whose rows are whole queries
 SPAN = 32  # tiles of keys of a program, which loads its queries once
 NAME = "triton_index_scores"
-TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends, Tensor? table, Tensor? k_scale"
+TENSORS = "Tensor q, Tensor k, Tensor? weights, Tensor ends, Tensor? starts, Tensor? table, Tensor? k_scale"
 SCHEMA = f"({TENSORS}, float scale, bool relu, bool by_head, SymInt pool, SymInt tokens) -> Tensor"
 
 
 class IndexArguments(NamedTuple):
     """The arguments of the operator: queries ``[b, s, HI, dI]``, keys ``[b, t, dI]``, weights ``[b, s, HI]``.
 
-    A query sees the keys before its number in ``ends`` int32 ``[b, s]``. ``by_head``: heads are not summed
-    up. Of each ``pool`` keys, the result has the largest score. In a cache, keys are ``[pages, page, dI]``,
-    with a scale ``[pages, page]`` each if they are in fp8, and ``table`` ``[b, n]`` has the pages of the
-    ``tokens`` tokens of each sequence.
+    A query sees the keys before its number in ``ends`` int32 ``[b, s]``, from number ``starts`` int32 ``[b]``
+    on. ``by_head``: heads are not summed up. Of each ``pool`` keys, the result has the largest score. In a
+    cache, keys are ``[pages, page, dI]``, with a scale ``[pages, page]`` each if they are in fp8, and
+    ``table`` ``[b, n]`` has the pages of the ``tokens`` tokens of each sequence.
     """
 
     q: Tensor
     k: Tensor
     weights: Tensor | None
     ends: Tensor
+    starts: Tensor | None
     table: Tensor | None
     k_scale: Tensor | None
     scale: float

@@ -10,7 +10,7 @@ from .tile import COUNTS, Rows, TilePlace, load_columns, pointers
 @triton.jit(do_not_specialize=(*COUNTS, "groups", "span"))
 def index_scores(
     q_ptr, k_ptr, weights_ptr, ends_ptr, result_ptr,
-    table_ptr, k_scale_ptr,  # None without a cache
+    starts_ptr, table_ptr, k_scale_ptr,  # any of these may be None
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_xb, stride_xt, stride_table,
     s, t, pages, groups, span, scale,
     HEADS: tl.constexpr, HEADS_ALL: tl.constexpr, D: tl.constexpr, D_ALL: tl.constexpr,
@@ -19,12 +19,13 @@ def index_scores(
 ):  # fmt: skip
     """Write the scores ``[b, s, groups, t]`` of queries ``[b, s, groups * HEADS, D]`` for keys ``[b, t, D]``.
 
-    Each query sees the keys before its number in ``ends_ptr``, and gets -inf for the others. Of each ``POOL``
-    keys, only the largest score is written, ``[b, s, groups, cdiv(t, POOL)]``; POOL divides BLOCK_N.
-    ``weights_ptr`` is None if all weights are 1. Over a cache, keys are ``[pages, page, D]``, ``table_ptr``
-    has the pages of each sequence, and keys in fp8 have a scale each. One program computes ``span`` keys for
-    the queries of ``BLOCK_M`` rows; each has ``HEADS_ALL`` rows. With several heads, a tile of products is
-    ``[keys, rows]``, so that most of a sum over heads is within a thread.
+    Each query sees the keys before its number in ``ends_ptr``, from that of its sequence in ``starts_ptr``
+    on, and gets -inf for the others. Of each ``POOL`` keys, only the largest score is written, ``[b, s,
+    groups, cdiv(t, POOL)]``; POOL divides BLOCK_N. ``weights_ptr`` is None if all weights are 1. Over a
+    cache, keys are ``[pages, page, D]``, ``table_ptr`` has the pages of each sequence, and keys in fp8 have a
+    scale each. One program computes ``span`` keys for the queries of ``BLOCK_M`` rows; each has ``HEADS_ALL``
+    rows. With several heads, a tile of products is ``[keys, rows]``, so that most of a sum over heads is
+    within a thread.
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS_ALL
     spans, tiles = tl.cdiv(t, span), tl.cdiv(s, QUERIES)
@@ -37,6 +38,7 @@ def index_scores(
     columns = tl.cdiv(t, POOL)
     out = result_ptr + ((batch * s + e) * groups + group) * columns
     end = tl.minimum(tl.load(ends_ptr + batch * s + e, mask=e < s, other=0), t)
+    start = 0 if starts_ptr is None else tl.load(starts_ptr + batch)
     seen = tl.minimum(stop, tl.max(end, 0))
     k_rows, scale_rows = Rows(k_ptr, stride_kb, stride_kt, 0), Rows(k_scale_ptr, stride_xb, stride_xt, 0)
     if first < seen:
@@ -72,7 +74,7 @@ def index_scores(
                 x = (tl.maximum(x, 0.0) if RELU else x) * w[:, None]
                 if k_scale_ptr is not None:
                     x *= key_scale[None, :]
-                x = tl.where(j[None, :] < end[:, None], x, float("-inf"))
+                x = tl.where((j >= start)[None, :] & (j[None, :] < end[:, None]), x, float("-inf"))
                 if POOL > 1:
                     x = tl.max(x.reshape(QUERIES, BLOCK_N // POOL, POOL), 2)
                 tl.store(out[:, None] + c[None, :], x, mask=(e < s)[:, None] & (c < columns)[None, :])
@@ -82,7 +84,7 @@ def index_scores(
                 x = tl.sum(x.reshape(BLOCK_N, QUERIES, HEADS_ALL), 2)
                 if k_scale_ptr is not None:
                     x *= key_scale[:, None]
-                x = tl.where(j[:, None] < end[None, :], x, float("-inf"))
+                x = tl.where((j >= start)[:, None] & (j[:, None] < end[None, :]), x, float("-inf"))
                 if POOL > 1:
                     x = tl.max(x.reshape(BLOCK_N // POOL, POOL, QUERIES), 1)
                 tl.store(out[None, :] + c[:, None], x, mask=(e < s)[None, :] & (c < columns)[:, None])
