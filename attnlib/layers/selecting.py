@@ -131,7 +131,7 @@ class SelectingLayer(InspectedLayer):
         """Return the attention of x over the chosen keys: what the index branch learns from."""
         layer = copy(self)
         layer.backend, layer.dropout_p = TakenCall(self.backend), 0.0
-        layer(x, selected=chosen, **inputs)
+        layer.forward(x, selected=chosen, **inputs)  # without hooks, as of FSDP, which are index_loss's
         call, lse = layer.backend.call, layer.backend.lse
         share, group = share_of(self.query_projection, self.num_heads, call.q.shape[-2]), None
         if share.shares:

@@ -43,7 +43,7 @@ def test_the_readme_fits_a_page():
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/masks.md", "docs/transformers.md", "docs/migration.md", "docs/trees.md"]
+    "page", ["docs/masks.md", "docs/transformers.md", "docs/migration.md", "docs/trees.md", "docs/sparse.md"]
 )
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
