@@ -1,76 +1,60 @@
 """The choice of keys in a layer: make its index branch, compute index keys, and choose, or stay dense."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..indexing import Chosen, IndexBranch, Indexer, IndexTensors, choose
+from ..indexing import Chosen, Indexer, IndexTensors, choose
 from ..internal.checks import came, is_recorded
 from ..kv import KVView
-from ..masks.band import CAUSAL, AnyMask
-from ..rope.rope import Angles, Rope
-from .context_parallel import ContextParallel
+from ..masks.band import CAUSAL
+from ..rope.rope import Angles
 from .inputs import Inputs
 from .positions import angles_of, positions_of, sequence_of
 
+REFUSED_RANKS = (
+    "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
+    "train with tensor parallelism, or pass whole sequences"
+)
 
-def index_branch(
-    select: Indexer | None,
-    hidden_size: int,
-    *,
-    kv_heads: int | None,
-    q_lora_rank: int | None = None,
-    mask: AnyMask,
-    rope: Rope | None,
-    own_keys: bool,
-    context_parallel: ContextParallel | None,
-    make: partial[IndexBranch],
-) -> IndexBranch | None:
-    """Return the index branch of a layer, which ``make`` creates; None without ``select``.
 
-    ``kv_heads`` is None in a latent layer.
+def check_select(
+    layer: nn.Module, select: Indexer | None, *, kv_heads: int | None, q_lora_rank: int | None
+) -> None:
+    """Raise an error unless an index branch fits a layer; ``kv_heads`` is None in a latent layer.
 
     Raises:
         TypeError: ``select`` is not an Indexer.
         ValueError: the indexer does not fit the layer.
     """
     if select is None:
-        return None
+        return
     if not isinstance(select, Indexer):
         raise TypeError(f"select: expected an Indexer or None, got {type(select).__name__}")
-    if not own_keys:
+    if not layer.own_keys:
         raise ValueError(
             "own_keys: expected True with select=, since index keys are stored with the layer's own keys, "
             "got False; make the layer without select=, and pass it selected= of another layer"
         )
-    if mask != CAUSAL:
+    if layer.mask != CAUSAL:
         raise ValueError(
             "mask: expected CAUSAL with select=, since an index branch chooses among all keys up to a "
-            f"query, got {mask.spelled}"
+            f"query, got {layer.mask.spelled}"
         )
-    if context_parallel is not None:
+    if layer.context_parallel is not None:
         raise ValueError(REFUSED_RANKS)
     if select.source == "latent" and q_lora_rank is None:
-        layer = "a grouped layer" if kv_heads is not None else "q_lora_rank=None"
+        kind = "a grouped layer" if kv_heads is not None else "q_lora_rank=None"
         raise ValueError(
-            f"select.source: expected 'x' or 'normed' for {layer}, which has no q latent, got 'latent'"
+            f"select.source: expected 'x' or 'normed' for {kind}, which has no q latent, got 'latent'"
         )
     if select.per == "group" and select.heads != kv_heads:
         expected = "per='all' in a latent layer" if kv_heads is None else f"num_kv_heads={kv_heads} heads"
         raise ValueError(f"select: expected {expected}, got per='group' with {select.heads} heads")
-    if select.rope is not None and select.rope.axes is not None and select.rope != rope:
+    if select.rope is not None and select.rope.axes is not None and select.rope != layer.rope:
         raise ValueError(
-            f"select.rope: expected axes only in the rope of the layer, {rope}, got {select.rope}"
+            f"select.rope: expected axes only in the rope of the layer, {layer.rope}, got {select.rope}"
         )
-    return make(select, hidden_size, q_lora_rank=q_lora_rank if select.source == "latent" else None)
-
-
-REFUSED_RANKS = (
-    "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
-    "train with tensor parallelism, or pass whole sequences"
-)
 
 
 def index_sizes(select: Indexer | None) -> dict[str, int]:
