@@ -1,8 +1,9 @@
 """The choice of keys in a layer: make its index branch, compute index keys, and choose, or stay dense."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..indexing import Chosen, Indexer, IndexTensors, choose
 from ..internal.checks import came, is_recorded
@@ -104,11 +105,11 @@ def chosen_by(
         stop = None if is_recorded(x) else kv.history + x.shape[-2]
         index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
         view = kv.now
+        starts = view.starts if kv.info.padded or is_recorded(x) else None
         if cu_seqlens is None:
-            padded = kv.info.padded or is_recorded(x)
-            lists = _lists(layer, index, lengths=view.lengths, starts=view.starts if padded else None)
+            lists = _lists(layer, index, lengths=view.lengths, starts=starts)
         else:
-            lists = _lists_of_packed_step(layer, index, view)
+            lists = _lists_of_packed_step(layer, index, view, starts)
     elif cu_seqlens is not None:
         lists = _lists(layer, index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     else:
@@ -207,10 +208,28 @@ def _lists(layer: nn.Module, index: IndexTensors, **bounds: Tensor | None) -> Te
     return choose(index.queries, index.keys, index.weights, layer.select, finish=branch.finish, **bounds)
 
 
-def _lists_of_packed_step(layer: nn.Module, index: IndexTensors, view: KVView) -> Tensor:
-    """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads lengths."""
-    lengths = view.lengths.tolist()
-    keys = torch.cat([row[:length] for row, length in zip(index.keys, lengths, strict=True)])
-    offsets = pad(view.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    packed = index._replace(keys=keys)
-    return _lists(layer, packed, cu_seqlens_q=view.cu_seqlens_q, cu_seqlens_k=offsets)
+def _lists_of_packed_step(
+    layer: nn.Module, index: IndexTensors, view: KVView, starts: Tensor | None
+) -> Tensor:
+    """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads offsets and lengths.
+
+    Sequences with equally many new tokens, such as all that decode, choose together.
+    """
+    offsets, lengths = view.cu_seqlens_q.tolist(), view.lengths.tolist()
+    rows_of: dict[int, list[int]] = {}
+    for row, (first, end) in enumerate(pairwise(offsets)):
+        rows_of.setdefault(end - first, []).append(row)
+    select, device = layer.select, index.keys.device
+    width = min(select.entries, -(-index.keys.shape[1] // select.block_size))
+    shape = (index.queries.shape[0], select.lists, width)
+    lists = torch.full(shape, -1, dtype=torch.int32, device=device)
+    for count, rows in rows_of.items():
+        if count == 0:
+            continue
+        at = view.cu_seqlens_q[rows][:, None] + torch.arange(count, device=device)
+        keys = index.keys[rows, : max(lengths[row] for row in rows)]
+        part = IndexTensors(index.queries[at], keys, None if index.weights is None else index.weights[at])
+        own_starts = None if starts is None else starts[rows]
+        found = _lists(layer, part, lengths=view.lengths[rows], starts=own_starts)
+        lists[at, :, : found.shape[-1]] = found
+    return lists

@@ -138,8 +138,10 @@ def test_left_padding_is_never_chosen_in_place_of_tokens(name):
     close(layer(x, key_starts=starts, positions=positions)[1, T - 20 :], expected)
     close(layer(x, attention_mask=there, positions=positions)[1, T - 20 :], expected)
     cache = cache_for(Stack(layer))
-    cache.admit(2, left_padding=starts.tolist())
-    out, _ = steps(layer, x, cache, (30, 1, 1, 5))
+    handles = cache.admit(2, left_padding=starts.tolist())
+    out, _ = steps(layer, x[:, :35], cache, (30, 1, 1, 3))
+    packed = feed(Stack(layer), cache, dict(zip(handles, x[:, 35:], strict=True)))
+    out = torch.cat((out, torch.stack(list(packed.values())) - x[:, 35:]), 1)
     close(out[1, T - 20 :], expected)
     close(out[0], alone(layer, x[0]))
 
