@@ -1,76 +1,61 @@
 """The choice of keys in a layer: make its index branch, compute index keys, and choose, or stay dense."""
 
-from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from ..indexing import Chosen, IndexBranch, Indexer, IndexTensors, StoredKeys, choose, reads_stored
+from ..indexing import Chosen, Indexer, IndexTensors, StoredKeys, choose, reads_stored
 from ..internal.checks import came, is_recorded
 from ..kv import KVView
-from ..masks.band import CAUSAL, AnyMask
-from ..rope.rope import Angles, Rope
-from .context_parallel import ContextParallel
+from ..masks.band import CAUSAL
+from ..rope.rope import Angles
 from .inputs import Inputs
 from .positions import angles_of, positions_of, sequence_of
 
+REFUSED_RANKS = (
+    "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
+    "train with tensor parallelism, or pass whole sequences"
+)
 
-def index_branch(
-    select: Indexer | None,
-    hidden_size: int,
-    *,
-    kv_heads: int | None,
-    q_lora_rank: int | None = None,
-    mask: AnyMask,
-    rope: Rope | None,
-    own_keys: bool,
-    context_parallel: ContextParallel | None,
-    make: partial[IndexBranch],
-) -> IndexBranch | None:
-    """Return the index branch of a layer, which ``make`` creates; None without ``select``.
 
-    ``kv_heads`` is None in a latent layer.
+def check_select(
+    layer: nn.Module, select: Indexer | None, *, kv_heads: int | None, q_lora_rank: int | None
+) -> None:
+    """Raise an error unless an index branch fits a layer; ``kv_heads`` is None in a latent layer.
 
     Raises:
         TypeError: ``select`` is not an Indexer.
         ValueError: the indexer does not fit the layer.
     """
     if select is None:
-        return None
+        return
     if not isinstance(select, Indexer):
         raise TypeError(f"select: expected an Indexer or None, got {type(select).__name__}")
-    if not own_keys:
+    if not layer.own_keys:
         raise ValueError(
             "own_keys: expected True with select=, since index keys are stored with the layer's own keys, "
             "got False; make the layer without select=, and pass it selected= of another layer"
         )
-    if mask != CAUSAL:
+    if layer.mask != CAUSAL:
         raise ValueError(
             "mask: expected CAUSAL with select=, since an index branch chooses among all keys up to a "
-            f"query, got {mask.spelled}"
+            f"query, got {layer.mask.spelled}"
         )
-    if context_parallel is not None:
+    if layer.context_parallel is not None:
         raise ValueError(REFUSED_RANKS)
     if select.source == "latent" and q_lora_rank is None:
-        layer = "a grouped layer" if kv_heads is not None else "q_lora_rank=None"
+        kind = "a grouped layer" if kv_heads is not None else "q_lora_rank=None"
         raise ValueError(
-            f"select.source: expected 'x' or 'normed' for {layer}, which has no q latent, got 'latent'"
+            f"select.source: expected 'x' or 'normed' for {kind}, which has no q latent, got 'latent'"
         )
     if select.per == "group" and select.heads != kv_heads:
         expected = "per='all' in a latent layer" if kv_heads is None else f"num_kv_heads={kv_heads} heads"
         raise ValueError(f"select: expected {expected}, got per='group' with {select.heads} heads")
-    if select.rope is not None and select.rope.axes is not None and select.rope != rope:
+    if select.rope is not None and select.rope.axes is not None and select.rope != layer.rope:
         raise ValueError(
-            f"select.rope: expected axes only in the rope of the layer, {rope}, got {select.rope}"
+            f"select.rope: expected axes only in the rope of the layer, {layer.rope}, got {select.rope}"
         )
-    return make(select, hidden_size, q_lora_rank=q_lora_rank if select.source == "latent" else None)
-
-
-REFUSED_RANKS = (
-    "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
-    "train with tensor parallelism, or pass whole sequences"
-)
 
 
 def index_sizes(select: Indexer | None) -> dict[str, int]:
@@ -123,11 +108,11 @@ def chosen_by(
             index = index._replace(keys=StoredKeys.of(stored, min(kv.capacity, stop or kv.capacity)))
         else:
             index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
+        starts = view.starts if kv.info.padded or is_recorded(x) else None
         if cu_seqlens is None:
-            padded = kv.info.padded or is_recorded(x)
-            lists = _lists(layer, index, lengths=view.lengths, starts=view.starts if padded else None)
+            lists = _lists(layer, index, lengths=view.lengths, starts=starts)
         else:
-            lists = _lists_of_packed_step(layer, index, view)
+            lists = _lists_of_packed_step(layer, index, view, starts)
     elif cu_seqlens is not None:
         lists = _lists(layer, index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     else:
@@ -226,10 +211,28 @@ def _lists(layer: nn.Module, index: IndexTensors, **bounds: Tensor | None) -> Te
     return choose(index.queries, index.keys, index.weights, layer.select, finish=branch.finish, **bounds)
 
 
-def _lists_of_packed_step(layer: nn.Module, index: IndexTensors, view: KVView) -> Tensor:
-    """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads lengths."""
-    lengths = view.lengths.tolist()
-    keys = torch.cat([row[:length] for row, length in zip(index.keys, lengths, strict=True)])
-    offsets = pad(view.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    packed = index._replace(keys=keys)
-    return _lists(layer, packed, cu_seqlens_q=view.cu_seqlens_q, cu_seqlens_k=offsets)
+def _lists_of_packed_step(
+    layer: nn.Module, index: IndexTensors, view: KVView, starts: Tensor | None
+) -> Tensor:
+    """Return the lists of a packed step, from index keys ``[b, t, dI]``; the host reads offsets and lengths.
+
+    Sequences with equally many new tokens, such as all that decode, choose together.
+    """
+    offsets, lengths = view.cu_seqlens_q.tolist(), view.lengths.tolist()
+    rows_of: dict[int, list[int]] = {}
+    for row, (first, end) in enumerate(pairwise(offsets)):
+        rows_of.setdefault(end - first, []).append(row)
+    select, device = layer.select, index.keys.device
+    width = min(select.entries, -(-index.keys.shape[1] // select.block_size))
+    shape = (index.queries.shape[0], select.lists, width)
+    lists = torch.full(shape, -1, dtype=torch.int32, device=device)
+    for count, rows in rows_of.items():
+        if count == 0:
+            continue
+        at = view.cu_seqlens_q[rows][:, None] + torch.arange(count, device=device)
+        keys = index.keys[rows, : max(lengths[row] for row in rows)]
+        part = IndexTensors(index.queries[at], keys, None if index.weights is None else index.weights[at])
+        own_starts = None if starts is None else starts[rows]
+        found = _lists(layer, part, lengths=view.lengths[rows], starts=own_starts)
+        lists[at, :, : found.shape[-1]] = found
+    return lists

@@ -18,7 +18,7 @@ from ..rope.scaling import QueryTemperature
 from ..scores import Score, ScoreFunction
 from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
-from .choices import index_branch, index_sizes
+from .choices import index_sizes
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check_options, check_rope, check_stored, computed_dtype
 from .parameters import (
@@ -180,9 +180,9 @@ class GroupedQueryAttention(SelectingLayer):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope = head_dim, v_head_dim, mask, rope
         self.scale, self.q_gain = scale_and_gain(scale, rope, head_dim)
-        self.softcap, self.temperature, self.norm_after_rope = softcap, temperature, norm_after_rope
-        self.gate, self.own_keys, self.values = gate, own_keys, values
-        self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
+        self.softcap, self.temperature, self.dropout_p, self.gate = softcap, temperature, dropout_p, gate
+        self.norm_after_rope, self.own_keys, self.values = norm_after_rope, own_keys, values
+        self.backend, self.context_parallel = backend, context_parallel
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         linear = partial(nn.Linear, device=device, dtype=dtype)
         self.q_proj = linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias)
@@ -197,12 +197,12 @@ class GroupedQueryAttention(SelectingLayer):
         self.q_norm, self.k_norm = norm() if qk_norm else None, norm() if qk_norm and own_keys else None
         self.v_norm = norm(elementwise_affine=False) if own_keys and values is not None else None
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
-        slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
-        self.register_buffer("alibi_slopes", slopes, persistent=False)
-        options = {"kv_heads": num_kv_heads, "mask": mask, "rope": rope, "own_keys": own_keys}
-        branch = partial(IndexBranch, norm_eps=norm_eps, device=device, dtype=dtype)
-        self.select, of_ranks = select, {"context_parallel": context_parallel}
-        self.indexer = index_branch(select, hidden_size, **options, **of_ranks, make=branch)
+        self.register_buffer(
+            "alibi_slopes",
+            torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None,
+            persistent=False,
+        )
+        self._add_index_branch(select, kv_heads=num_kv_heads, norm_eps=norm_eps, device=device, dtype=dtype)
         self._reset_own()
 
     @staticmethod

@@ -22,7 +22,7 @@ from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import AttentionCall, attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
-from .choices import index_branch, index_sizes
+from .choices import index_sizes
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
@@ -160,10 +160,8 @@ class MultiHeadLatentAttention(SelectingLayer):
         self.kv_b_proj = linear(kv_lora_rank, up_dim, bias=False)
         self.o_proj = linear(num_heads * v_head_dim, hidden_size, bias=bias)
         self.g_proj = gate and linear(hidden_size, gate.rows(num_heads, v_head_dim), bias=gate.bias)
-        options = {"kv_heads": None, "mask": mask, "rope": rope, "own_keys": own_keys}
-        branch = partial(IndexBranch, norm_eps=norm_eps, device=device, dtype=dtype)
-        self.select, of_ranks = select, {"context_parallel": context_parallel, "q_lora_rank": q_lora_rank}
-        self.indexer = index_branch(select, hidden_size, **options, **of_ranks, make=branch)
+        made = {"norm_eps": norm_eps, "device": device, "dtype": dtype}
+        self._add_index_branch(select, q_lora_rank=q_lora_rank, **made)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -13,7 +13,7 @@ from ..indexing import Chosen, IndexBranch, Indexer, MainAttention, index_loss
 from ..internal.signatures import kind
 from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope
-from .choices import chosen_by, given_choice, index_keys_of, index_tensors_of
+from .choices import check_select, chosen_by, given_choice, index_keys_of, index_tensors_of
 from .inputs import Inputs, check
 from .inspected import InspectedLayer
 from .padding import without_padding
@@ -42,6 +42,21 @@ class SelectingLayer(InspectedLayer):
     def first_projection(self) -> nn.Module:
         """The first module that the layer calls on x."""
         return self.query_projection
+
+    def _add_index_branch(
+        self,
+        select: Indexer | None,
+        *,
+        kv_heads: int | None = None,
+        q_lora_rank: int | None = None,
+        **options: object,
+    ) -> None:
+        """Validate ``select``, and make the index branch with these ``options``, if there is one."""
+        check_select(self, select, kv_heads=kv_heads, q_lora_rank=q_lora_rank)
+        self.select, self.indexer = select, None
+        if select is not None:
+            rank = q_lora_rank if select.source == "latent" else None
+            self.indexer = IndexBranch(select, self.hidden_size, q_lora_rank=rank, **options)
 
     @torch.no_grad()
     def choose(

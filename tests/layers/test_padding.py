@@ -69,7 +69,7 @@ def test_bounds_without_holes_and_a_mask_with_them(monkeypatch):
         seen.append(real(x, given))
         return seen[-1]
 
-    monkeypatch.setattr("attnlib.layers.gqa.without_padding", spied)
+    monkeypatch.setattr("attnlib.layers.selecting.without_padding", spied)
     layer, x = gqa(), tokens(2, 5)
     for rows in SIDES.values():
         layer(x, attention_mask=torch.tensor(rows).bool())

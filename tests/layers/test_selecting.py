@@ -1,62 +1,16 @@
 """Layers that choose the keys of each query: one choice in every kind of call, and a loss that trains it."""
 
 from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 import torch
 from index_cases import plain_choice, plain_scores
-from layer_helpers import Stack, alone, cache_for, close, feed, grouped, latent, tokens
+from layer_helpers import Stack, alone, cache_for, close, feed, tokens
+from selecting_cases import INDEXERS, T, choosing, keys_of, make, most, steps, without_branch
 from torch import Tensor, nn
 
-from attnlib import Indexer, Rope, explain, masks, sliding
+from attnlib import KVCache, explain, masks
 from attnlib.indexing import Chosen
-from attnlib.layers import choices
-
-T = 37
-SMALL = {"heads": 4, "head_dim": 8, "top": 6}
-BLOCKS = {"head_dim": 8, "block_size": 4, "norms": "rms", "weighted": False}
-INDEXERS = MappingProxyType(
-    {
-        "deepseek": Indexer(**SMALL, source="latent", rope=Rope(4)),
-        "of x": Indexer(**SMALL, rope=Rope(4, interleaved=True), rope_place="last", fp32=True),
-        "mistral": Indexer(**SMALL, source="normed", query_scale=True),
-        "minimax": Indexer(
-            heads=2, top=3, **BLOCKS, activation=None, per="group", pool="max", local=1, rope=Rope(8)
-        ),
-        "qwen": Indexer(heads=2, top=2, **BLOCKS, pool="mean", norm_after_pool=True, tail=True, rope=Rope(4)),
-    }
-)
-LATENT = {"q_lora_rank": 7}
-
-
-def make(name: str, select: Indexer | None = None, **options) -> nn.Module:
-    """A layer with the indexer of this name, or with none."""
-    if name in ("deepseek", "mistral"):
-        return latent(select=select, **LATENT, **options)
-    return grouped(select=select, **options)
-
-
-def choosing(name: str, **options) -> nn.Module:
-    """A layer whose index branch has weights that spread the scores."""
-    torch.manual_seed(1)
-    layer = make(name, INDEXERS[name], **options)
-    for parameter in layer.indexer.parameters():
-        nn.init.normal_(parameter)
-    return layer
-
-
-def without_branch(layer: nn.Module, name: str, **options) -> nn.Module:
-    """A layer with the same weights, and no index branch."""
-    plain = make(name, **options)
-    state = {name: x for name, x in layer.state_dict().items() if not name.startswith("indexer.")}
-    plain.load_state_dict(state)
-    return plain
-
-
-def most(layer: nn.Module) -> int:
-    """How many tokens a sequence may have in dense attention."""
-    return layer.select.top * layer.select.block_size
 
 
 def plain_mask(layer: nn.Module, x: Tensor):
@@ -69,27 +23,6 @@ def plain_mask(layer: nn.Module, x: Tensor):
     shown = plain_choice(plain_scores(index, indexer, layer.indexer), indexer, t).transpose(1, 2)
     shown = shown.repeat_interleave(layer.num_heads, 1) if shown.shape[1] == 1 else shown
     return masks.mask_tensor(shown.repeat_interleave(layer.num_heads // shown.shape[1], 1))
-
-
-def steps(layer: nn.Module, x: Tensor, cache, sizes) -> tuple[Tensor, list[Chosen]]:
-    """The output of a layer over dense steps of these sizes, and the choices before each of them."""
-    outs, found, at = [], [], 0
-    for n in sizes:
-        part = x[:, at : at + n]
-        with torch.no_grad(), cache.step(n) as kv:
-            found.append(layer.choose(part, kv=kv[0]))
-            outs.append(layer(part, kv=kv[0]))
-        at += n
-    return torch.cat(outs, 1), found
-
-
-def keys_of(chosen: Chosen, t: int) -> Tensor:
-    """The keys ``[b, s, c, t]`` of lists, before the causal mask."""
-    size = chosen.block_size
-    blocks = -(-t // size)
-    at = torch.where(chosen.indices >= 0, chosen.indices, blocks).long()
-    seen = torch.zeros(*at.shape[:-1], blocks + 1, dtype=torch.bool).scatter_(-1, at, True)
-    return seen[..., :-1].repeat_interleave(size, -1)[..., :t]
 
 
 @pytest.mark.parametrize("name", INDEXERS)
@@ -205,8 +138,10 @@ def test_left_padding_is_never_chosen_in_place_of_tokens(name):
     close(layer(x, key_starts=starts, positions=positions)[1, T - 20 :], expected)
     close(layer(x, attention_mask=there, positions=positions)[1, T - 20 :], expected)
     cache = cache_for(Stack(layer))
-    cache.admit(2, left_padding=starts.tolist())
-    out, _ = steps(layer, x, cache, (30, 1, 1, 5))
+    handles = cache.admit(2, left_padding=starts.tolist())
+    out, _ = steps(layer, x[:, :35], cache, (30, 1, 1, 3))
+    packed = feed(Stack(layer), cache, dict(zip(handles, x[:, 35:], strict=True)))
+    out = torch.cat((out, torch.stack(list(packed.values())) - x[:, 35:]), 1)
     close(out[1, T - 20 :], expected)
     close(out[0], alone(layer, x[0]))
 
@@ -326,20 +261,6 @@ def test_dropout_applies_to_selected_keys():
     assert not torch.equal(layer.train()(x), layer.eval()(x))
 
 
-@pytest.mark.parametrize("name", INDEXERS)
-def test_a_captured_step_decides_by_the_capacity_of_its_cache(name, monkeypatch):
-    """A replay may find longer sequences than the capture did."""
-    layer = choosing(name)
-    monkeypatch.setattr(choices, "is_recorded", lambda _: True)
-    for length, is_dense in ((most(layer), True), (48, False)):
-        cache = cache_for(Stack(layer), 2, length=length)
-        cache.admit(2)
-        x = tokens(2, min(T, length))
-        out, found = steps(layer, x, cache, [4, *[1] * (x.shape[1] - 4)])
-        assert all((chosen.indices is None) == is_dense for chosen in found)
-        close(out, layer(x))
-
-
 @pytest.mark.parametrize("name", ["deepseek", "minimax", "qwen"])
 def test_compiled_steps_choose_as_eager_ones(name):
     torch._dynamo.reset()
@@ -383,93 +304,11 @@ def test_weights_are_saved_and_reset(name):
 def test_index_keys_may_be_stored_in_one_byte():
     layer, x = choosing("deepseek", dtype=torch.float32), tokens(2, T, dtype=torch.float32)
     assert layer.kv_layout.index_dtype is None
-    model = Stack(layer)
     layouts = [replace(layer.kv_layout, index_dtype=torch.float8_e4m3fn)]
-    cache = type(cache_for(model)).paged(layouts, max_sequences=2, max_length=48, pages=24, page_size=4)
+    cache = KVCache.paged(layouts, max_sequences=2, max_length=48, pages=24, page_size=4)
     cache.admit(2)
     out, found = steps(layer, x, cache, (20, 1, 1, 15))
     assert found[-1].indices is not None
     assert out.isfinite().all()
     cached, whole = keys_of(found[-1], T), keys_of(layer.choose(x), T)[:, 22:]
     assert (cached & whole).sum() > 0.8 * whole.sum()
-
-
-GROUP = INDEXERS["minimax"]
-REFUSALS = {
-    "no indexer": (lambda: grouped(select=3), TypeError, "select: expected an Indexer or None, got int"),
-    "no latent": (lambda: latent(select=INDEXERS["deepseek"]), ValueError, "q_lora_rank=None"),
-    "a latent of a grouped layer": (
-        lambda: grouped(select=INDEXERS["deepseek"]), ValueError, "select.source: .* a grouped layer",
-    ),
-    "heads": (lambda: grouped(1, select=GROUP), ValueError, "num_kv_heads=1 heads, got per='group' with 2"),
-    "lists of a latent layer": (
-        lambda: latent(**LATENT, select=GROUP), ValueError, "per='all' in a latent layer",
-    ),
-    "a window": (lambda: grouped(mask=sliding(3), select=INDEXERS["of x"]), ValueError, "mask: .*CAUSAL"),
-    "the keys of another": (
-        lambda: grouped(own_keys=False, select=INDEXERS["of x"]), ValueError, "own_keys: expected True",
-    ),
-    "a mask": (lambda: choosing("of x")(tokens(1, T), mask=sliding(3)), NotImplementedError, "mask: .*None"),
-    "holes": (
-        lambda: choosing("of x")(tokens(1, 4), attention_mask=torch.tensor([[True, False, True, True]])),
-        NotImplementedError, "pad them on one side",
-    ),
-    "no branch": (lambda: grouped().choose(tokens(1, 4)), ValueError, "select: .*index branch"),
-    "no loss": (lambda: grouped().index_loss(tokens(1, 4)), ValueError, "select: .*index branch"),
-    "another type": (lambda: grouped()(tokens(1, 4), selected=[1]), TypeError, "selected: .*choose"),
-    "int64": (
-        lambda: grouped()(tokens(1, 4), selected=torch.zeros(1, 4, 1, 1).long()), TypeError, "int32",
-    ),
-    "alibi": (
-        lambda: grouped(rope=False, alibi=True, select=INDEXERS["mistral"]).index_loss(tokens(1, 4)),
-        NotImplementedError, "alibi_slopes",
-    ),
-    "other blocks": (
-        lambda: choosing("of x").index_loss(tokens(1, T), selected=choosing("minimax").choose(tokens(1, T))),
-        ValueError, "selected: expected .*block_size=1",
-    ),
-    "only angles": (
-        lambda: grouped(select=INDEXERS["of x"])(tokens(1, T), angles=Rope(8).angles(torch.arange(T))),
-        ValueError, "positions: the index branch needs them",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_does_not_fit_is_refused_by_name(name):
-    call, error, message = REFUSALS[name]
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_other_keys_are_refused():
-    layer, x = choosing("of x"), tokens(2, 4)
-    with pytest.raises(NotImplementedError, match="context: expected keys of the tokens of x"):
-        grouped(rope=False, select=INDEXERS["mistral"])(x, context=tokens(2, 9))
-    cache = cache_for(Stack(layer))
-    cache.admit(2)
-    with torch.no_grad(), cache.step(4) as kv:
-        layer(x, kv=kv[0])
-        with pytest.raises(NotImplementedError, match="keys: expected keys of the tokens of x"):
-            layer(x, keys=kv[0].view())
-
-
-def test_packed_steps_are_not_captured(monkeypatch):
-    layer = choosing("of x")
-    cache = cache_for(Stack(layer))
-    handles = cache.admit(2)
-    monkeypatch.setattr(choices, "is_recorded", lambda _: True)
-    with pytest.raises(NotImplementedError, match="dense steps in compiled code and CUDA graphs"):
-        feed(Stack(layer), cache, dict(zip(handles, tokens(2, 5), strict=True)))
-
-
-def test_ranks_do_not_share_lists_of_kv_heads():
-    with pytest.raises(ValueError, match="per='all' for tensor parallelism"):
-        choosing("minimax").parallel_plan(None)
-
-
-def test_context_parallelism_is_refused():
-    layer = choosing("of x")
-    layer.context_parallel = object()
-    with pytest.raises(NotImplementedError, match="context_parallel: expected None"):
-        layer.index_loss(tokens(1, 4))
