@@ -63,8 +63,10 @@ class SelectedCase(NamedTuple):
         return [q, k, *([] if self.latent else [v]), dout]
 
 
-LATENTS = SelectedCase("", 4096, 32768, 128, 1, 1, 2048, latent=True)
-BLOCKS = SelectedCase("", 32768, 32768, 64, 4, 64, 16)
+LATENTS, BLOCKS = (
+    SelectedCase("", 4096, 32768, 128, 1, 1, 2048, latent=True),
+    SelectedCase("", 32768, 32768, 64, 4, 64, 16),
+)
 SELECTED = (
     LATENTS._replace(name="2,048 of 32k latents, 4k queries, 128 heads"),
     LATENTS._replace(name="2,048 of 32k latents, 2k queries, 128 heads", queries=2048),

@@ -1,6 +1,7 @@
 """The choice of keys: score all keys that a query sees, and list the entries with the largest scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..internal.checks import bind, came
 from .indexer import Indexer
-from .scores import StoredKeys, bytes_per_query, index_scores, widened
+from .scores import AnyKeys, StoredKeys, bytes_per_query, index_scores, widened
 
 BUDGET = 1 << 29  # bytes of scores at a time: those of 4k queries and 32k keys
 Finish = Callable[[Tensor, Tensor], Tensor]
@@ -17,7 +18,7 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 @torch.no_grad()
 def choose(
     queries: Tensor,
-    keys: Tensor | StoredKeys,
+    keys: AnyKeys,
     weights: Tensor | None,
     indexer: Indexer,
     *,
@@ -85,7 +86,7 @@ def packed_sequences(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -
     return [(slice(a, b), slice(c, d)) for a, b, c, d in bounds if b > a]
 
 
-def block_keys(keys: Tensor | StoredKeys, indexer: Indexer, finish: Finish | None) -> Tensor | StoredKeys:
+def block_keys(keys: AnyKeys, indexer: Indexer, finish: Finish | None) -> AnyKeys:
     """Return the keys that scores are computed with: ``keys``, or the means of complete blocks of them."""
     if indexer.pool != "mean":
         return keys
@@ -99,7 +100,7 @@ def block_keys(keys: Tensor | StoredKeys, indexer: Indexer, finish: Finish | Non
 
 def check(
     queries: Tensor,
-    keys: Tensor | StoredKeys,
+    keys: AnyKeys,
     weights: Tensor | None,
     indexer: Indexer,
     finish: Finish | None,
@@ -128,7 +129,7 @@ def _no_entries(queries: Tensor, indexer: Indexer, tokens: int) -> Tensor:
 
 def _choose(
     queries: Tensor,
-    keys: Tensor | StoredKeys,
+    keys: AnyKeys,
     weights: Tensor | None,
     indexer: Indexer,
     finish: Finish | None,
@@ -158,9 +159,9 @@ def _choose(
     return lists
 
 
-def _first(keys: Tensor | StoredKeys, count: int) -> Tensor | StoredKeys:
+def _first(keys: AnyKeys, count: int) -> AnyKeys:
     """Return the first keys of each sequence."""
-    return keys._replace(tokens=count) if isinstance(keys, StoredKeys) else keys[:, :count]
+    return replace(keys, tokens=count) if isinstance(keys, StoredKeys) else keys[:, :count]
 
 
 def _all_blocks(seen: Tensor, width: int, size: int) -> Tensor:
@@ -177,7 +178,7 @@ def candidates_of(seen: Tensor, indexer: Indexer) -> Tensor:
 
 def _chunk(
     queries: Tensor,
-    scored: Tensor | StoredKeys,
+    scored: AnyKeys,
     weights: Tensor | None,
     seen: Tensor,
     starts: Tensor | None,

@@ -1,6 +1,6 @@
 """The scores of index queries and keys: the definition in torch, and the choice of a kernel for them."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from ..kv import KVView
 from .indexer import Indexer
 
 
-class StoredKeys(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredKeys:
     """Index keys ``[pages, page, dI]`` in a cache, with a scale ``[pages, page]`` each if they are in fp8.
 
     ``table`` int32 ``[b, n]`` has the pages of each sequence, whose first ``tokens`` tokens count. Without a
@@ -34,9 +35,12 @@ class StoredKeys(NamedTuple):
         return self.table.shape[0], self.tokens, self.keys.shape[-1]
 
 
+AnyKeys = Tensor | StoredKeys
+
+
 def index_scores(
     queries: Tensor,
-    keys: Tensor | StoredKeys,
+    keys: AnyKeys,
     weights: Tensor | None,
     ends: Tensor,
     indexer: Indexer,
@@ -85,7 +89,7 @@ def combined(products: Tensor, weights: Tensor | None, indexer: Indexer) -> Tens
     return torch.einsum("...cft,...cf->...ct", products, factors)
 
 
-def bytes_per_query(queries: Tensor, keys: Tensor | StoredKeys, indexer: Indexer) -> int:
+def bytes_per_query(queries: Tensor, keys: AnyKeys, indexer: Indexer) -> int:
     """Return how many bytes :func:`index_scores` takes for one query of each sequence and all keys."""
     (b, t, _), size = keys.shape, indexer.block_size if indexer.pool == "max" else 1
     if kernel(queries, keys.keys if isinstance(keys, StoredKeys) else keys) is not None:

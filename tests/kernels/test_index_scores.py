@@ -174,7 +174,7 @@ def test_keys_in_a_cache_are_read_in_place(name, page_size, index_dtype):
     ends = torch.tensor([[129, 130], [6, 7], [64, 65]], dtype=torch.int32, device=DEVICE)
     pages = torch.where(stored[:, :: view.page_size], view.table, 2**31 - 1)
     q, _, weights = made(3, 2, 1, indexer, HALF[-1])
-    in_place = StoredKeys.of(view, 140 if page_size else capacity)._replace(table=pages)
+    in_place = replace(StoredKeys.of(view, 140 if page_size else capacity), table=pages)
     found = index_scores(q, in_place, weights, ends, indexer)
     gathered = view.index_keys(in_place.tokens)[:, :, 0]
     expected = index_scores(q, gathered.contiguous(), weights, ends, indexer)

@@ -1,6 +1,7 @@
 """Tile tables of the generic kernels for keys that lists select. Pure functions; imports no Triton."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..launching.config import LaunchConfig, fitting, in_blocks, power_of_two
@@ -61,11 +62,13 @@ class EntryTiles(NamedTuple):
 # of outputs. With 2,048 queries of 128 heads, 2,048 of 32k latents take 3.8, 3.3 and 5.0 ms (H100,
 # 2026-11-28); 128 x 128 and 8 warps took 4.2, 256 channels 3.6, and stores by TMA 6.8. Tiles for little
 # shared memory are not timed.
-ENTRIES = {
-    "weights": (EntryTiles(LaunchConfig(64, 128, 3, 4), 64), EntryTiles(LaunchConfig(64, 64, 2, 4), 32)),
-    "queries": (EntryTiles(LaunchConfig(128, 64, 3, 4), 128), EntryTiles(LaunchConfig(64, 32, 2, 4), 64)),
-    "parts": (EntryTiles(LaunchConfig(128, 128, 3, 8), 64), EntryTiles(LaunchConfig(128, 32, 2, 4), 64)),
-}
+ENTRIES = MappingProxyType(
+    {
+        "weights": (EntryTiles(LaunchConfig(64, 128, 3, 4), 64), EntryTiles(LaunchConfig(64, 64, 2, 4), 32)),
+        "queries": (EntryTiles(LaunchConfig(128, 64, 3, 4), 128), EntryTiles(LaunchConfig(64, 32, 2, 4), 64)),
+        "parts": (EntryTiles(LaunchConfig(128, 128, 3, 8), 64), EntryTiles(LaunchConfig(128, 32, 2, 4), 64)),
+    }
+)
 ENTRIES_FP32 = EntryTiles(LaunchConfig(16, 32, 1, 4), 16)
 ITEM = 512  # lists with a block that a program adds up, or twice, four times, ... as many for fewer sums
 

@@ -133,24 +133,24 @@ def selected_parts(
     total = tl.load(lists_ptr + ((work.plane * s + token) * planes + plane) * (slots + 1)) * BLOCK_SIZE
     if pid % tiles * BLOCK_N >= total:
         return
-    valid, listed = m < group, n < total
+    valid, exists = m < group, n < total
     head = (kv_head * group + tl.where(valid, m, 0)).to(tl.int64)
     weights_at = weights_ptr + (number * 2 * heads + head)[:, None] * width + n[None, :]
     row = (number * planes + plane) * slots + n // BLOCK_SIZE
     row = (row * shared + kv_head % shared) * BLOCK_SIZE + n % BLOCK_SIZE
     at = parts_ptr + row * (D + E)
     if of_values == 0:
-        ds = tl.load(weights_at + heads * width, mask=valid[:, None] & listed[None, :], other=0.0)
+        ds = tl.load(weights_at + heads * width, mask=valid[:, None] & exists[None, :], other=0.0)
         q_at = q_ptr + (work.plane * stride_qb + token * stride_qs) + head * stride_qh
         for c in tl.range(0, D, CHANNELS, num_stages=STAGES):
             dk = tl.dot(ds.T, load_part(q_at, c, valid, D, CHANNELS), input_precision=PRECISION) * scale
-            store_shares(at, dk, c, listed, D)
+            store_shares(at, dk, c, exists, D)
     else:
-        p = tl.load(weights_at, mask=valid[:, None] & listed[None, :], other=0.0)
+        p = tl.load(weights_at, mask=valid[:, None] & exists[None, :], other=0.0)
         dout_at = dout_ptr + (work.plane * stride_dob + token * stride_dos) + head * stride_doh
         for c in tl.range(0, E, CHANNELS, num_stages=STAGES):
             dv = tl.dot(p.T, load_part(dout_at, c, valid, E, CHANNELS), input_precision=PRECISION)
-            store_shares(at + D, dv, c, listed, E)
+            store_shares(at + D, dv, c, exists, E)
 
 
 @triton.jit
