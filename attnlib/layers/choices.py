@@ -104,7 +104,7 @@ def chosen_by(
     if kv is not None:
         stop = None if is_recorded(x) else kv.history + x.shape[-2]
         index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
-        view = kv.now
+        view = kv.step_view
         starts = view.starts if kv.info.padded or is_recorded(x) else None
         if cu_seqlens is None:
             lists = _lists(layer, index, lengths=view.lengths, starts=starts)
@@ -161,7 +161,7 @@ def _check_chooses(given: Inputs) -> None:
             f"{name}: expected keys of the tokens of x in a layer that chooses its keys, since it scores "
             "their index keys, got others; pass selected="
         )
-    if given.kv is not None and given.kv.now is not None and given.kv.now.is_partial:
+    if given.kv is not None and given.kv.step_view is not None and given.kv.step_view.is_partial:
         raise NotImplementedError(
             "kv: expected a cache that no ranks share, since an index branch scores all keys, got a sharded "
             "one; make the cache without mesh="
@@ -179,7 +179,7 @@ def _positions(layer: nn.Module, x: Tensor, given: Inputs) -> Tensor:
     positions = positions_of(None, x, given._replace(positions=None, angles=None))
     if given.kv is None:
         return positions
-    view = given.kv.now
+    view = given.kv.step_view
     if view.cu_seqlens_q is None:
         return positions + view.starts[:, None]
     return positions + view.starts[sequence_of(torch.arange(x.shape[0], device=x.device), view.cu_seqlens_q)]
