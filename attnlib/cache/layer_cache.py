@@ -131,7 +131,7 @@ class LayerCache:
         return self._view
 
     @property
-    def now(self) -> KVView | None:
+    def step_view(self) -> KVView | None:
         """The view of this step or read, also before :meth:`append`; None outside."""
         return self._view
 

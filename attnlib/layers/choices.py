@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ..cache.kv_cache import LayerCache
 from ..indexing import Chosen, Indexer, IndexTensors, StoredKeys, choose, reads_stored
 from ..internal.checks import came, is_recorded
 from ..kv import KVView
@@ -92,32 +93,20 @@ def chosen_by(
     select = layer.select
     if _tokens(x, given) <= select.top * select.block_size:
         return Chosen(None, select.block_size), None
-    index = index_tensors_of(layer, x, given, angles, latent)
-    kv = given.kv
-    cu_seqlens = given.cu_seqlens if kv is None else kv.cu_seqlens
+    cu_seqlens = given.cu_seqlens if given.kv is None else given.kv.cu_seqlens
     if cu_seqlens is not None and is_recorded(x):
         raise NotImplementedError(
             "select: expected dense steps in compiled code and CUDA graphs, since the offsets of packed "
             "sequences are read to choose, got a packed one; pass selected="
         )
-    own_keys = index.keys
-    if kv is not None:
-        stop, view = None if is_recorded(x) else kv.history + x.shape[-2], kv.now
-        if cu_seqlens is None and reads_stored(index.queries, view, select):
-            stored = kv.store_index(own_keys[..., None, :])
-            index = index._replace(keys=StoredKeys.of(stored, min(kv.capacity, stop or kv.capacity)))
-        else:
-            index = index._replace(keys=kv.index_keys(own_keys[..., None, :], stop)[..., 0, :])
-        starts = view.starts if kv.info.padded or is_recorded(x) else None
-        if cu_seqlens is None:
-            lists = _lists(layer, index, lengths=view.lengths, starts=starts)
-        else:
-            lists = _lists_of_packed_step(layer, index, view, starts)
+    index = index_tensors_of(layer, x, given, angles, latent)
+    if given.kv is not None:
+        lists = _lists_of_step(layer, index, given.kv, is_replayed=is_recorded(x))
     elif cu_seqlens is not None:
         lists = _lists(layer, index, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     else:
         lists = _lists(layer, _after(index, given.key_starts), starts=given.key_starts)
-    return Chosen(lists, select.block_size), own_keys
+    return Chosen(lists, select.block_size), index.keys
 
 
 def index_keys_of(layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | None) -> Tensor:
@@ -164,7 +153,7 @@ def _check_chooses(given: Inputs) -> None:
             f"{name}: expected keys of the tokens of x in a layer that chooses its keys, since it scores "
             "their index keys, got others; pass selected="
         )
-    if given.kv is not None and given.kv.now is not None and given.kv.now.is_partial:
+    if given.kv is not None and given.kv.step_view is not None and given.kv.step_view.is_partial:
         raise NotImplementedError(
             "kv: expected a cache that no ranks share, since an index branch scores all keys, got a sharded "
             "one; make the cache without mesh="
@@ -182,7 +171,7 @@ def _positions(layer: nn.Module, x: Tensor, given: Inputs) -> Tensor:
     positions = positions_of(None, x, given._replace(positions=None, angles=None))
     if given.kv is None:
         return positions
-    view = given.kv.now
+    view = given.kv.step_view
     if view.cu_seqlens_q is None:
         return positions + view.starts[:, None]
     return positions + view.starts[sequence_of(torch.arange(x.shape[0], device=x.device), view.cu_seqlens_q)]
@@ -209,6 +198,21 @@ def _after(index: IndexTensors, starts: Tensor | None) -> IndexTensors:
 def _lists(layer: nn.Module, index: IndexTensors, **bounds: Tensor | None) -> Tensor:
     branch = layer.indexer
     return choose(index.queries, index.keys, index.weights, layer.select, finish=branch.finish, **bounds)
+
+
+def _lists_of_step(layer: nn.Module, index: IndexTensors, kv: LayerCache, *, is_replayed: bool) -> Tensor:
+    """Return the lists of a cache step; with ``is_replayed``, they fit any lengths of its sequences."""
+    view, new, stop = kv.step_view, index.keys[..., None, :], kv.capacity
+    if not is_replayed:
+        stop = min(stop, kv.history + index.keys.shape[-2])
+    starts, is_dense = view.starts if kv.info.padded or is_replayed else None, view.cu_seqlens_q is None
+    if is_dense and reads_stored(index.queries, view, layer.select):
+        index = index._replace(keys=StoredKeys.of(kv.store_index(new), stop))
+    else:
+        index = index._replace(keys=kv.index_keys(new, stop)[..., 0, :])
+    if is_dense:
+        return _lists(layer, index, lengths=view.lengths, starts=starts)
+    return _lists_of_packed_step(layer, index, view, starts)
 
 
 def _lists_of_packed_step(

@@ -1,7 +1,6 @@
 """The methods of attention layers that show what attention looked at: probabilities and largest scores."""
 
-from copy import copy
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,8 @@ from ..weights import maxima_of, statistic_of
 from .context_parallel import ContextParallel
 from .inputs import Inputs
 from .shared_keys import Keys
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 @kind
@@ -109,7 +110,7 @@ class InspectedLayer(nn.Module):
                 "context_parallel: expected None, as a rank has only some of the keys; set "
                 "layer.context_parallel = None, and pass whole sequences"
             )
-        layer = copy(self)
+        layer = copied(self)
         layer.backend, layer.dropout_p = TakenStatistic(self.backend, statistic), 0.0
         if given.is_stored and hasattr(layer, "form"):
             layer.form = "absorbed"  # the expanded form makes several calls over a cache
@@ -117,6 +118,13 @@ class InspectedLayer(nn.Module):
         del inputs["context_parallel"]  # an option of the layer
         layer(x, **inputs)
         return layer.backend.result
+
+
+def copied(layer: Layer) -> Layer:
+    """Return a copy of a layer with the same modules and tensors; ``copy.copy`` fails under FSDP2."""
+    other = object.__new__(type(layer))
+    other.__setstate__(layer.__getstate__())
+    return other
 
 
 class TakenStatistic(Interceptor):

@@ -9,16 +9,7 @@ from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # A layer's repr prints these options if they are set. The scale is omitted, since it is always set.
-OPTIONS = (
-    *Score._fields[1:],
-    "score",
-    "select",
-    "temperature",
-    "values",
-    "gate",
-    "dropout_p",
-    "context_parallel",
-)
+OPTIONS = (*Score._fields[1:], "score", "temperature", "values", "gate", "dropout_p", "context_parallel")
 OPTIONS += ("backend",)
 
 

@@ -1,6 +1,5 @@
 """Layers that choose the keys of each query by an index branch, and the loss that trains the branch."""
 
-from copy import copy
 from typing import Self
 
 import torch
@@ -15,7 +14,7 @@ from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope
 from .choices import check_select, chosen_by, given_choice, index_keys_of, index_tensors_of
 from .inputs import Inputs, check
-from .inspected import InspectedLayer
+from .inspected import InspectedLayer, copied
 from .padding import without_padding
 from .positions import angles_of, with_depths
 from .tensor_parallel import share_of
@@ -144,7 +143,7 @@ class SelectingLayer(InspectedLayer):
     @torch.no_grad()
     def _main_attention(self, x: Tensor, chosen: Chosen, inputs: dict[str, object]) -> MainAttention:
         """Return the attention of x over the chosen keys: what the index branch learns from."""
-        layer = copy(self)
+        layer = copied(self)
         layer.backend, layer.dropout_p = TakenCall(self.backend), 0.0
         layer.forward(x, selected=chosen, **inputs)  # without hooks, as of FSDP, which are index_loss's
         call, lse = layer.backend.call, layer.backend.lse

@@ -149,6 +149,32 @@ def test_autocast_casts_to_the_layouts_dtype():
         assert torch.equal(layer.view().v[0, :3], v[0].float())
 
 
+def test_index_keys_of_a_step_are_known_before_it_stores_them():
+    """Dense, packed and with left padding; a second look finds the same keys."""
+    cache = cache_of(INDEXED)
+    handles = cache.admit(2, left_padding=[0, 2])
+    for step in (5, {handles[0]: 1, handles[1]: 4}, 1):
+        shape = (2, step) if isinstance(step, int) else (5,)
+        index = torch.randn(*shape, 2, 5)
+        with cache.step(step) as layers:
+            before = layers[0].planes["index"].clone()
+            ahead = layers[0].index_keys(index), layers[0].index_keys(index, 17)
+            assert torch.equal(layers[0].planes["index"].nan_to_num(), before.nan_to_num())
+            assert layers[0].capacity == layers[0].step_view.table.shape[1] * 4
+            view = layers[0].append(*kv(*shape), index=index)
+            assert torch.equal(ahead[0], view.index_keys())
+            assert torch.equal(ahead[1], view.index_keys(17))
+            assert torch.equal(layers[0].index_keys(index), ahead[0])
+            assert layers[0].info.padded
+    assert layers[0].capacity == 0
+    with pytest.raises(RuntimeError, match="only within"):
+        layers[0].index_keys(index)
+    cache.release(handles[1])
+    with cache.step(1) as layers:
+        layers[0].append(*kv(1, 1), index=torch.randn(1, 1, 2, 5))
+        assert not layers[0].info.padded
+
+
 def test_autocast_casts_index_keys_too():
     cache = cache_of(INDEXED)
     cache.admit()

@@ -20,6 +20,9 @@ def test_shapes_and_gradients(name):
     x.requires_grad_(), latent.requires_grad_()
     index = family.tensors(x, latent)
     assert index.queries.shape == (2, 9, 4, WIDTH)
+    rope = family.branch.indexer.rope
+    angles = None if rope is None else rope.angles(torch.arange(9))
+    assert torch.equal(family.branch.keys(x, angles), index.keys)
     assert index.keys.shape == (2, 9, WIDTH)
     assert (index.weights is None) != family.branch.indexer.weighted
     keys = index.keys

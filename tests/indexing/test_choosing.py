@@ -142,6 +142,35 @@ def test_lengths_end_sequences(name):
         assert (lists[n, ..., own.shape[-1] :] == -1).all()
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "negative", "blocks", "complete blocks", "minimax_m3"])
+def test_starts_begin_sequences(name):
+    """Whole blocks of left padding are chosen only in place of nothing."""
+    indexer = replace(CASES[name], first=0)
+    index, t = random_index(41, 41, indexer), 41
+    starts = torch.tensor([0, 3 * indexer.block_size], dtype=torch.int32)
+    lists = choose(*index, indexer, starts=starts)
+    causal = torch.ones(t, t, dtype=torch.bool).tril()[:, None]
+    for n, start in enumerate(starts.tolist()):
+        part = [None if x is None else x[n : n + 1, start:] for x in index]
+        own = shown(choose(*part, indexer), t - start, indexer.block_size) & causal[start:, :, start:]
+        ours = shown(lists[n : n + 1], t, indexer.block_size)[:, start:]
+        assert torch.equal(ours[..., start:] & causal[start:, :, start:], own)
+        has_enough = indexer.top * indexer.block_size + indexer.block_size
+        assert not ours[:, has_enough:, :, :start].any()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
+def test_compiled_code_chooses_the_same_of_equal_scores(name):
+    torch._dynamo.reset()
+    indexer = CASES[name]
+    index = random_index(41, 41, indexer)
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    ours, theirs = (shown(run(*index, indexer), 41, indexer.block_size) for run in (compiled, choose))
+    causal = torch.ones(41, 41, dtype=torch.bool).tril()[:, None]
+    assert torch.equal(ours & causal, theirs & causal)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scores_are_wide_under_autocast(dtype):
     indexer = INDEXERS["deepseek_v32"]
@@ -161,6 +190,8 @@ def test_refusals():
         choose(queries, keys[:, :4], weights, indexer)
     with pytest.raises(TypeError, match=r"keys: expected torch.float32 like queries, got"):
         choose(queries, keys.double(), weights, indexer)
+    with pytest.raises(ValueError, match=r"starts: expected int32 \[b=2\], got"):
+        choose(queries, keys, weights, indexer, starts=torch.zeros(2))
     with pytest.raises(ValueError, match="weights: expected a tensor for weighted=True, got None"):
         choose(queries, keys, None, indexer)
     with pytest.raises(ValueError, match=rf"queries: expected .*h=4, d={WIDTH}"):

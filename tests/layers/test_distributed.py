@@ -7,13 +7,15 @@ import warnings
 import pytest
 import torch
 import torch.multiprocessing as mp
+from layer_helpers import tokens
 from leaving import leave
+from selecting_cases import T, choosing
 from sharded_models import model, sharded
 from torch import Tensor, nn
 from torch.distributed import init_process_group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.func import functional_call
 
 from attnlib import CAUSAL, GroupedQueryAttention, SlowPathWarning, masks, scores
@@ -170,6 +172,33 @@ def test_sharded_layers_have_the_gradients_of_the_whole(device, tmp_path):
         pytest.skip("no CUDA device")
     ranks = min(2, torch.cuda.device_count()) if device == "cuda" else 2
     mp.spawn(compare, (ranks, device, str(tmp_path / "store")), nprocs=ranks)
+
+
+def learn_to_choose(rank: int, ranks: int, device: str, file: str) -> None:
+    """One process: a sharded layer's index loss has the gradients of the whole layer's, and no others."""
+    warnings.simplefilter("error", SlowPathWarning)
+    torch.set_num_threads(1)
+    init_process_group(BACKENDS[device], init_method=f"file://{file}", rank=rank, world_size=ranks)
+    mesh, x = init_device_mesh(device, (ranks,)), tokens(ranks, 1, T)
+    ours, whole = choosing("deepseek"), choosing("deepseek")
+    fully_shard(ours, mesh=mesh)
+    for name in ("choose", "index_loss"):
+        register_fsdp_forward_method(ours, name)
+    for is_sparse in (False, True):
+        chosen = ours.choose(x[rank]) if is_sparse else None
+        ours.index_loss(x[rank], selected=chosen).backward()
+        whole.index_loss(
+            x.flatten(0, 1), selected=whole.choose(x.flatten(0, 1)) if is_sparse else None
+        ).backward()
+        for (name, found), expected in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            assert (found.grad is None) == (expected.grad is None) == (not name.startswith("indexer.")), name
+            if expected.grad is not None:
+                torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+    leave()
+
+
+def test_a_sharded_layer_learns_to_choose(tmp_path):
+    mp.spawn(learn_to_choose, (2, "cpu", str(tmp_path / "store")), nprocs=2)
 
 
 def captured(**options) -> GroupedQueryAttention:

@@ -5,11 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 from index_cases import plain_choice, plain_scores
-from layer_helpers import Stack, alone, cache_for, close, feed, tokens
+from layer_helpers import HIDDEN, Stack, alone, cache_for, close, feed, tokens
 from selecting_cases import INDEXERS, T, choosing, keys_of, make, most, steps, without_branch
 from torch import Tensor, nn
 
-from attnlib import KVCache, explain, masks
+from attnlib import (
+    CAUSAL,
+    GroupedQueryAttention,
+    Indexer,
+    KVCache,
+    MultiHeadLatentAttention,
+    Rope,
+    explain,
+    masks,
+)
 from attnlib.indexing import Chosen
 
 
@@ -312,3 +321,55 @@ def test_index_keys_may_be_stored_in_one_byte():
     assert out.isfinite().all()
     cached, whole = keys_of(found[-1], T), keys_of(layer.choose(x), T)[:, 22:]
     assert (cached & whole).sum() > 0.8 * whole.sum()
+
+
+WIDE = {"hidden_size": HIDDEN, "num_heads": 16, "mask": CAUSAL, "device": "cuda", "dtype": torch.bfloat16}
+ON_GPU = {
+    "latent": lambda: MultiHeadLatentAttention(
+        **WIDE,
+        q_lora_rank=32,
+        kv_lora_rank=128,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        rope=Rope(32, interleaved=True),
+        select=Indexer(heads=8, head_dim=64, top=32, source="latent", rope=Rope(32)),
+    ),
+    "grouped": lambda: GroupedQueryAttention(
+        **WIDE,
+        num_kv_heads=2,
+        head_dim=64,
+        rope=Rope(64),
+        select=replace(INDEXERS["minimax"], head_dim=64, block_size=16, rope=Rope(64)),
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+@torch.no_grad()
+def test_a_captured_step_chooses_as_each_later_one(name):
+    """Also as sequences grow, past what was dense when the graph was captured."""
+    torch.manual_seed(0)
+    layer, graph, given = ON_GPU[name](), torch.cuda.CUDAGraph(), tokens(2, 1, dtype=torch.bfloat16).cuda()
+    caches = [cache_for(Stack(layer), 16, length=256, device="cuda") for _ in range(2)]
+    for cache in caches:
+        cache.admit(2)
+    for step in range(90):
+        if step == 40:
+            prompt = tokens(2, 100, seed=99, dtype=torch.bfloat16).cuda()
+            for cache in caches:
+                with cache.step(100) as kv:
+                    layer(prompt, kv=kv[0])
+        given.copy_(tokens(2, 1, seed=step, dtype=torch.bfloat16))
+        with caches[0].step(1) as kv:
+            expected = layer(given, kv=kv[0])
+        with caches[1].step(1, replay=step > 2) as kv:
+            if step < 2:
+                out = layer(given, kv=kv[0])
+            elif step == 2:
+                with torch.cuda.graph(graph):
+                    out = layer(given, kv=kv[0])
+            if step >= 2:
+                graph.replay()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
