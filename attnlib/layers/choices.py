@@ -9,7 +9,7 @@ from ..cache.kv_cache import LayerCache
 from ..indexing import Chosen, Indexer, IndexTensors, StoredKeys, choose, reads_stored
 from ..internal.checks import came, is_recorded
 from ..kv import KVView
-from ..masks.band import CAUSAL
+from ..masks.band import CAUSAL, FULL, AnyMask, refuse_mask
 from ..rope.rope import Angles
 from .inputs import Inputs
 from .positions import angles_of, positions_of, sequence_of
@@ -141,11 +141,13 @@ def _check_chooses(given: Inputs) -> None:
     """Raise NotImplementedError or ValueError if the keys are not those that an index branch scores."""
     if given.context_parallel is not None:
         raise NotImplementedError(REFUSED_RANKS)
-    if given.mask is not None:
+    if not isinstance(given.mask, AnyMask | None):
+        refuse_mask(given.mask)
+    if given.mask not in (None, CAUSAL, FULL):
         raise NotImplementedError(
-            "mask: expected None in a layer that chooses its keys, since the index branch does not know the "
-            f"mask, got {given.mask.spelled}; pass selected=, pack sequences with cu_seqlens=, or pad them "
-            "on one side"
+            "mask: expected None, CAUSAL or FULL in a layer that chooses its keys, since the index branch "
+            f"does not know the mask, got {given.mask.spelled}; pass selected=, pack sequences with "
+            "cu_seqlens=, or pad them on one side"
         )
     if given.context is not None or isinstance(given.keys, KVView):
         name = "keys" if given.context is None else "context"
@@ -182,9 +184,8 @@ def _index_angles(layer: nn.Module, x: Tensor, given: Inputs, angles: Angles | N
     rope = layer.select.rope
     if rope is None or (rope == layer.rope and not layer.select.norm_after_pool):
         return None if rope is None else angles
-    if rope.needs_length:
-        return angles_of(rope, x, given)
-    return rope.angles(_positions(layer, x, given))
+    positions = _positions(layer, x, given)
+    return angles_of(rope, x, given._replace(angles=None)) if rope.needs_length else rope.angles(positions)
 
 
 def _after(index: IndexTensors, starts: Tensor | None) -> IndexTensors:

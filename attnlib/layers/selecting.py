@@ -173,14 +173,14 @@ class SelectingLayer(InspectedLayer):
 
         ``latent`` is the q latent, if the layer has computed it already.
         """
+        if given.selected is self.indexer is None:
+            return given, None
         index_keys = None
         with torch.no_grad():
-            if given.selected is not None:
-                chosen = given_choice(given.selected, self.select)
-            elif self.indexer is not None:
+            if given.selected is None:
                 chosen, index_keys = chosen_by(self, x, given, angles, latent)
             else:
-                return given, None
+                chosen = given_choice(given.selected, self.select)
             if self.indexer is not None and given.kv is not None and index_keys is None:
                 index_keys = index_keys_of(self, x, given, angles)
             index_keys = None if given.kv is None or index_keys is None else index_keys[..., None, :]

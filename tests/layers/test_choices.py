@@ -1,12 +1,16 @@
 """A layer decides once whether to choose, and refuses what its index branch cannot choose among."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layer_helpers import Stack, cache_for, close, feed, grouped, latent, tokens
 from selecting_cases import INDEXERS, LATENT, T, choosing, most, steps
 
-from attnlib import Rope, sliding
+from attnlib import CAUSAL, FULL, Rope, sliding
+from attnlib.indexing import choose
 from attnlib.layers import choices
+from attnlib.scaling import DynamicNTKScaling
 
 
 @pytest.mark.parametrize("name", INDEXERS)
@@ -39,6 +43,7 @@ REFUSALS = {
         lambda: grouped(own_keys=False, select=INDEXERS["of x"]), ValueError, "own_keys: expected True",
     ),
     "a mask": (lambda: choosing("of x")(tokens(1, T), mask=sliding(3)), NotImplementedError, "mask: .*None"),
+    "no mask": (lambda: choosing("of x")(tokens(1, T), mask=3), TypeError, "mask"),
     "holes": (
         lambda: choosing("of x")(tokens(1, 4), attention_mask=torch.tensor([[True, False, True, True]])),
         NotImplementedError, "pad them on one side",
@@ -69,6 +74,25 @@ def test_what_does_not_fit_is_refused_by_name(name):
     call, error, message = REFUSALS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_masks_that_hide_nothing_more_are_taken(mask):
+    layer, x = choosing("of x"), tokens(2, T)
+    close(layer(x, mask=mask), layer(x))
+
+
+def test_a_rope_of_the_length_rotates_index_keys_by_the_length_of_x():
+    """A cache is refused, as such a rope would rotate stored keys anew."""
+    rope = Rope(4, scaling=DynamicNTKScaling(2.0, 8))
+    layer, x = grouped(select=replace(INDEXERS["of x"], rope=rope)), tokens(2, T)
+    index = layer.indexer(x, angles=rope.angles(torch.arange(T), length=T))
+    lists = choose(index.queries, index.keys, index.weights, layer.select)
+    assert torch.equal(layer.choose(x).indices, lists)
+    cache = cache_for(Stack(layer))
+    cache.admit(2)
+    with pytest.raises(ValueError, match="DynamicNTKScaling rotates stored keys anew"), torch.no_grad():
+        steps(layer, x, cache, (T,))
 
 
 def test_other_keys_are_refused():
