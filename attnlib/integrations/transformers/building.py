@@ -79,9 +79,10 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     if not family.is_causal:
         radius = config.sliding_window if family.window and kind == "sliding_attention" else None
         return Mask(radius, radius)
-    if family.window is None and kind != "full_attention":
+    full = "full_attention" if family.select is None else "indexed_attention"
+    if family.window is None and kind != full:
         raise NotImplementedError(
-            f"layer_types: expected full attention of {config.model_type}, got {kind!r}"
+            f"layer_types: expected {full.replace('_', ' ')} of {config.model_type}, got {kind!r}"
         )
     kind = kind if family.window == "layer_types" else "full_attention"
     if kind == "chunked_attention":
@@ -200,6 +201,8 @@ def _has_values_of_keys(family: Family, config: Any, index: int) -> bool:
 def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     options |= {name: getattr(config, name) for name in SIZES}
     options |= {"bias": _value(config, family.bias), "norm_eps": _value(config, family.norm_eps)}
+    if family.select is not None:
+        options["select"] = family.select(config, index, options["rope"])
     return MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
 
 

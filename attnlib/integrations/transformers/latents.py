@@ -72,23 +72,35 @@ def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
     """True if absorbing ``kv_b_proj`` into the queries is possible and cheaper than expanding ``keys`` keys.
 
+    Raises:
+        ValueError: the weight is sharded, but not by whole heads.
+    """
+    if not can_absorb(module, query):
+        return False
+    rank, nope, rope, value = (getattr(module, name) for name in SIZES)
+    return cheaper_form(query.shape[2], keys, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+
+
+def can_absorb(module: nn.Module, query: Tensor) -> bool:
+    """True if absorbing ``kv_b_proj`` into queries ``[b, h, s, d]`` is possible.
+
     ``kv_b_proj`` must be an ordinary linear layer; others, such as LoRA's, use more than the weight.
 
     Raises:
         ValueError: the weight is sharded, but not by whole heads.
     """
-    projection, (_, heads, queries, _) = module.kv_b_proj, query.shape
+    projection, heads = module.kv_b_proj, query.shape[1]
     if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
         return False
     if projection.bias is not None or projection._forward_hooks or projection._forward_pre_hooks:
         return False
-    rank, nope, rope, value = (getattr(module, name) for name in SIZES)
+    rank, nope, _, value = (getattr(module, name) for name in SIZES)
     if projection.weight.shape != (heads * (nope + value), rank):
         raise ValueError(
             f"kv_b_proj: expected [{heads * (nope + value)}, {rank}] for {heads} heads like q, "
             f"got {tuple(projection.weight.shape)}; shard both by whole heads"
         )
-    return cheaper_form(queries, keys, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+    return True
 
 
 def absorbed(module: nn.Module, q: Tensor) -> Tensor:
