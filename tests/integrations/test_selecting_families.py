@@ -25,6 +25,14 @@ def replaced(family: str):
     return both(family, "layers")
 
 
+def of_way(family: str, way: str):
+    """A model on eager attention, and one that absorbs, or has layers of attnlib."""
+    if way == "layers":
+        return replaced(family)
+    eager, ours = both(family)
+    return eager, hf.absorb(ours)
+
+
 def paged(model) -> hf.PagedCache:
     return hf.PagedCache(model, pages=96, page_size=4, max_sequences=8)
 
@@ -44,12 +52,13 @@ def test_prompts_shorter_and_longer_than_a_list(family, tokens_of_prompt):
     assert is_same == (tokens_of_prompt <= TOP)
 
 
+@pytest.mark.parametrize("way", ["absorbed", "layers"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "pages"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_generated_tokens(family, cache):
+def test_generated_tokens(family, cache, way):
     """Of rows with padding on the left, some of which see fewer keys than a list has entries."""
-    eager, ours = replaced(family)
+    eager, ours = of_way(family, way)
     ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, :9] = 0, 0
     given = {CACHE: paged(ours)} if cache == "pages" else {"cache_implementation": cache}
@@ -59,11 +68,12 @@ def test_generated_tokens(family, cache):
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
 
 
+@pytest.mark.parametrize("way", ["absorbed", "layers"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_several_tokens_after_a_prompt(family):
+def test_several_tokens_after_a_prompt(family, way):
     """The first steps are dense, and store index keys all the same."""
-    eager, ours = replaced(family)
+    eager, ours = of_way(family, way)
     ids, caches = tokens(eager, 2, 30), (paged(ours), DynamicCache(config=ours.config))
     theirs = DynamicCache(config=eager.config)
     for begin, end in ((0, 3), (3, 5), (5, 20), (20, 21), (21, 30)):
@@ -122,9 +132,10 @@ def test_state_dicts_keep_transformers_names(tmp_path):
     torch.testing.assert_close(again(ids).logits, eager(ids).logits)
 
 
+@pytest.mark.parametrize("way", ["absorbed", "layers"])
 @torch.no_grad()
-def test_adapters_of_up_projections_are_kept_or_refused():
-    eager, ours = replaced("deepseek_v32")
+def test_terms_beside_up_projections_are_kept_or_refused(way):
+    eager, ours = of_way("deepseek_v32", way)
     for model in (eager, ours):
         for layer in model.model.layers:
             owner = getattr(layer.self_attn, "layer", layer.self_attn)

@@ -110,8 +110,8 @@ def _attended(
     query, key, value = tensors
     is_latent = are_latents(query, key)
     if pages_of(key, value) is not None:
-        check_arguments({"indices of a step over pages": given.indices})
-        return attention_to_pages(module, query, key, attention_mask, given.position_bias, options)
+        lists = None if given.indices is None else given.indices.flatten(0, 1)[:, None]
+        return attention_to_pages(module, query, key, attention_mask, given.position_bias, lists, options)
     if is_latent and (
         given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)
     ):

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...indexing import Indexer
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...masks.band import CAUSAL, AnyMask, Mask, sliding
 from ...masks.ready_made import chunked
@@ -201,9 +202,15 @@ def _has_values_of_keys(family: Family, config: Any, index: int) -> bool:
 def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     options |= {name: getattr(config, name) for name in SIZES}
     options |= {"bias": _value(config, family.bias), "norm_eps": _value(config, family.norm_eps)}
-    if family.select is not None:
-        options["select"] = family.select(config, index, options["rope"])
+    options["select"] = indexer_of(family, config, index)
     return MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
+
+
+def indexer_of(family: Family | None, config: Any, index: int) -> Indexer | None:
+    """Return the index branch of a layer, or None if it has none."""
+    if family is None or family.select is None:
+        return None
+    return family.select(config, index, rope_of(family, config, index))
 
 
 def _head_dim(family: Family, config: Any) -> int:

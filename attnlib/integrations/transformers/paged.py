@@ -85,6 +85,8 @@ class PagedCache(StatefulCache):
         self._tokens = 0  # new tokens per row in the open step
         self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
         self._index: dict[int, Tensor] = {}  # index keys of the open step until append(), by layer
+        # Keys and values that wait for index keys, which transformers' own layers pass later.
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
         for part in model.modules():
             if part is model or isinstance(part, PreTrainedModel):  # users may call each of these parts
@@ -133,7 +135,10 @@ class PagedCache(StatefulCache):
         if not is_latent:
             check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        view = layer.append(k, v if v.shape[-1] else None, index=self._index.pop(index, None))
+        if layer.layout.index_dim and index not in self._index:
+            self._waiting[index], view = (k, v), layer.now
+        else:
+            view = layer.append(k, v if v.shape[-1] else None, index=self._index.pop(index, None))
         if not self._length:
             return key, value
         pages = self._handed[index] = HandedPages(index, view, s)
@@ -142,14 +147,23 @@ class PagedCache(StatefulCache):
     def append_index(self, index: int, keys: Tensor) -> Tensor:
         """Return all index keys ``[b, t, d]`` of a layer, whose new ones are ``keys`` ``[b, s, d]``.
 
-        They are stored by the call of :meth:`append` that follows.
+        They are stored with the layer's keys and values: either those that wait for them, or those of the
+        call of :meth:`append` that follows.
         """
         b, s, _ = keys.shape
-        if index == self._numbers[0]:
+        if index == self._numbers[0] and index not in self._waiting:
             self._begin(b, s)
         self._check_step(index, b, s)
-        new = self._index[index] = keys.flatten(0, 1)[:, None]
-        return self._open[index].index_keys(new, self._length + s)[:, :, 0] if self._length else keys
+        layer, new = self._open[index], keys.flatten(0, 1)[:, None]
+        keys = layer.index_keys(new, self._length + s)[:, :, 0] if self._length else keys
+        if index not in self._waiting:
+            self._index[index] = new
+            return keys
+        k, v = self._waiting.pop(index)
+        view = layer.append(k, v if v.shape[-1] else None, index=new)
+        if index in self._handed:
+            self._handed[index].view = view
+        return keys
 
     def _check_step(self, index: int, b: int, s: int) -> None:
         """Raise RuntimeError if a layer stores other tokens than the first layer in this step."""
@@ -295,6 +309,7 @@ class PagedCache(StatefulCache):
         step, self._step = self._step, None
         self._handed.clear()
         self._index.clear()
+        self._waiting.clear()
         with suppress(_Aborted):
             step.__exit__(_Aborted, _Aborted(), None)
         if not self._length:

@@ -19,7 +19,7 @@ from ...masks.selection import selected
 from ...rope.rope import Angles
 from .attention import check_arguments
 from .handed import HandedMask
-from .latents import absorbed, are_latents, can_absorb, unabsorbed
+from .latents import absorbed, are_latents, can_absorb, require_absorption, unabsorbed
 from .pages import pages_of
 from .replaced_layers import ReplacedLatentAttention
 
@@ -93,11 +93,7 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
 
     def _over_pages(self, query: Tensor, view: KVView, mask: AnyMask, options: dict[str, Any]) -> Tensor:
         """Return attention ``[b, s, h, e]`` of queries ``[b, h, s, d]`` over the pages of latents."""
-        if not can_absorb(self, query):
-            raise NotImplementedError(
-                "kv_b_proj: expected a plain nn.Linear without bias, hooks and adapters, which attention to "
-                f"chosen keys in pages absorbs, got {type(self.kv_b_proj).__name__}; use a DynamicCache"
-            )
+        require_absorption(self, query)
         q = absorbed(self, query.transpose(1, 2)).flatten(0, 1)
         out = cached_attention(q, view, mask=mask, **options)
         return unabsorbed(self, out.unflatten(0, (query.shape[0], -1)))
