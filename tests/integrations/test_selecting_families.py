@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from attnlib import packing
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.attention import attention_forward
-from attnlib.integrations.transformers.selecting import visible_of
+from attnlib.integrations.transformers.selecting import ReplacedSelectingAttention, visible_of
 from tests.integrations.test_transformers import agree, both, gradients, tokens
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -213,3 +213,41 @@ def test_copies_are_their_own():
     with torch.no_grad():
         again.model.layers[0].self_attn.layer.indexer.q_proj.weight.neg_()
         assert not torch.allclose(again(ids).logits, ours(ids).logits)
+
+
+@torch.no_grad()
+def test_replaced_layers_need_no_mask_of_queries_and_keys(monkeypatch):
+    """A model with the same config that has its own layers still gets the mask that its indexer reads."""
+    eager, ours = replaced("deepseek_v32")
+    own = type(eager)(ours.config).eval()
+    own.load_state_dict(eager.state_dict())
+    ids, mask = tokens(eager, 2), torch.ones(2, 23, dtype=torch.long)
+    for padding in (0, 4, 18):
+        mask[0, :padding] = 0
+        expected = eager(ids, attention_mask=mask).logits
+        agree(own(ids, attention_mask=mask).logits, expected, mask.bool())
+        agree(ours(ids, attention_mask=mask).logits, expected, mask.bool())
+    forward, dims = ReplacedSelectingAttention.forward, []
+
+    def seen(self, **given):
+        dims.append(given["attention_mask"].dim())
+        return forward(self, **given)
+
+    monkeypatch.setattr(ReplacedSelectingAttention, "forward", seen)
+    ours(ids, attention_mask=mask)
+    ours(ids)
+    assert dims == [2] * 4
+
+
+@pytest.mark.parametrize("way", ["absorbed", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_static_cache_in_a_compiled_step(family, way):
+    torch._dynamo.reset()  # of other models' steps, which count as recompiles
+    eager, ours = of_way(family, way)
+    ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :4], mask[1, 5] = 0, 0
+    options = OPTIONS | {"attention_mask": mask, "max_new_tokens": 6, "output_logits": False}
+    theirs = eager.generate(ids, **options).sequences
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
+    assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...functional import attention, cached_attention
-from ...indexing import IndexTensors, choose, choose_visible
+from ...indexing import Indexer, IndexTensors, choose, choose_visible
 from ...kv import KVView
 from ...layers.attending import runner_of
 from ...layers.tensor_parallel import share_of
@@ -68,6 +68,8 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         index = IndexTensors(queries, keys, weights)
         if mask is None:  # a causal mask without padding
             return choose(*index, select)
+        if x.shape[1] > 1 and isinstance(mask, HandedMask) and (mask.is_whole or mask.bounds is not None):
+            return _after(mask, index, select)
         return choose_visible(index, select, visible_of(mask, x.shape[1]))
 
     def _attend(
@@ -97,6 +99,18 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         q = absorbed(self, query.transpose(1, 2)).flatten(0, 1)
         out = cached_attention(q, view, mask=mask, **options)
         return unabsorbed(self, out.unflatten(0, (query.shape[0], -1)))
+
+
+def _after(mask: HandedMask, index: IndexTensors, select: Indexer) -> Tensor:
+    """Return the keys chosen after left padding, int32 ``[b, s, 1, n]``; the mask ends at the last query."""
+    index = index._replace(keys=index.keys[:, : mask.plain.shape[1]])
+    if mask.is_whole:
+        return choose(*index, select)
+    starts = mask.bounds[0].int()
+    lists, (s, t) = choose(*index, select, starts=starts), (index.queries.shape[1], index.keys.shape[1])
+    # A query that sees fewer keys than a list has entries gets hidden keys as well.
+    last = torch.arange(t - s, t, device=lists.device)[:, None, None]
+    return torch.where((lists >= starts[:, None, None, None]) & (lists <= last), lists, -1)
 
 
 def visible_of(mask: Tensor, queries: int) -> Tensor:
