@@ -1,8 +1,8 @@
 """Index branches, which choose the keys that a query attends to, and learn the choice.
 
 ``indexer.py`` describes a branch, ``branch.py`` has its weights, ``scores.py`` scores keys, ``choosing.py``
-lists the best ones, ``chosen.py`` holds the lists for calls of layers, and ``loss.py`` trains the scores to
-follow the attention of the layer.
+lists the best ones, ``visible.py`` the best of those that a mask shows, ``chosen.py`` holds the lists for
+calls of layers, and ``loss.py`` trains the scores to follow the attention of the layer.
 """
 
 from .branch import IndexBranch as IndexBranch
@@ -14,3 +14,4 @@ from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss
 from .scores import StoredKeys as StoredKeys
 from .scores import reads_stored as reads_stored
+from .visible import choose_visible as choose_visible

@@ -29,6 +29,11 @@ LATENT = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
+# An index branch chooses six keys, fewer than most tests have. With fewer heads, scores of 0 would be equal.
+INDEXED = {
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 7,
@@ -222,6 +227,10 @@ RECENT = MappingProxyType(
             "rope_parameters": {"sliding_attention": HALF, "full_attention": HALF | {"rope_theta": 100.0}},
         },
         "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+        "deepseek_v32": LATENT | INDEXED | {"n_group": 2, "topk_group": 1},
+        "glm_moe_dsa": LATENT
+        | INDEXED
+        | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
         "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
         "granitemoehybrid": EXPERTS

@@ -53,7 +53,7 @@ ROOMS = {
     "parallel": {*OVER_LAYERS, *RUNNING, "call"},
     "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
     "compat": {*OVER_LAYERS, *RUNNING, "call"},
-    "integrations": {*OVER_LAYERS, *RUNNING, "checkpoint_files", "models"},
+    "integrations": {*OVER_LAYERS, *RUNNING, "indexing", "checkpoint_files", "models"},
     "qk_clip": {"layers", "dispatch/statistics", "dispatch/run", "call", *VALUES},
     "layers": {
         *(

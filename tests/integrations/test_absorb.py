@@ -160,11 +160,11 @@ def test_models_without_latents_and_with_indexers_are_refused():
         ValueError, match="model: expected one with MLA layers, such as DeepSeek-V3, got LlamaFor"
     ):
         hf.absorb(small("llama"))
-    config = CONFIG_MAPPING["deepseek_v32"](
+    config = CONFIG_MAPPING["axk2"](
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=61, num_attention_heads=4,
         moe_intermediate_size=16, n_routed_experts=4, first_k_dense_replace=1,
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(NotImplementedError, match="model: DeepseekV32Attention selects keys with an indexer"):
+    with pytest.raises(NotImplementedError, match="model: AXK2Attention selects keys with an indexer"):
         hf.absorb(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...internal.signatures import kind
 from ...packing import Tree
 from .building import layer_from
-from .doors import register_functions
+from .doors import register_functions, spare_masks
 from .latents import keep_latents
 from .paged import NAME, PagedCache
 from .replacing import replace_attention
@@ -43,7 +43,7 @@ def absorb(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model has no MLA layer.
-        NotImplementedError: its layers select keys with an indexer.
+        NotImplementedError: its layers select keys with an indexer other than DeepSeek-V3.2's or GLM-5's.
     """
     register()
     keep_latents(model, NAME)
@@ -93,6 +93,7 @@ def replace(model: nn.Module) -> nn.Module:
     """
     replace_attention(model)
     register()
+    spare_masks(model)
     model.set_attn_implementation(NAME)
     return model
 

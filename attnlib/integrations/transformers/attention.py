@@ -16,6 +16,7 @@ from ...layers.inspected import TakenStatistic, refusing_gradients
 from ...layers.positions import sequence_of
 from ...masks.band import CAUSAL, FULL, AnyMask, sliding
 from ...masks.ready_made import documents, mask_tensor
+from ...masks.selection import selected
 from ...scores import bias_tensor
 from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
@@ -39,7 +40,7 @@ HARMLESS = MappingProxyType(
 )
 WANTED = MappingProxyType(
     {
-        "indices": "the model restricts each query to the keys at these indices",
+        "indices": "they are no lists of keys, int32 [b, s, n], for the queries",
         "block_indices": "the model restricts each query to the key blocks at these indices",
         "sinks": "the model adds a sink logit for each query",
         "read_index": "continuous batching reads keys from its own pages",
@@ -60,6 +61,7 @@ class Options(NamedTuple):
     cu_seq_lens_k: Tensor | None = None
     max_length_q: int | None = None
     max_length_k: int | None = None
+    indices: Tensor | None = None  # the keys that an index branch chose, int32 [b, s, n]
     backend: Runner = None  # of a replaced layer
 
 
@@ -87,6 +89,7 @@ def attention_forward(
             and flags are ignored, as transformers' own functions do.
     """
     check_arguments(kwargs)
+    check_indices(kwargs, query)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
     taken = TakenStatistic() if kwargs.get("output_attentions") else None
     runner = given.backend if taken is None else taken
@@ -107,7 +110,8 @@ def _attended(
     query, key, value = tensors
     is_latent = are_latents(query, key)
     if pages_of(key, value) is not None:
-        return attention_to_pages(module, query, key, attention_mask, given.position_bias, options)
+        lists = None if given.indices is None else given.indices.flatten(0, 1)[:, None]
+        return attention_to_pages(module, query, key, attention_mask, given.position_bias, lists, options)
     if is_latent and (
         given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)
     ):
@@ -117,6 +121,7 @@ def _attended(
     if given.cu_seq_lens_q is not None and q.shape[0] == 1:
         return _packed(q, k, v, mask, given, dropout, options)
     k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
+    mask = mask if given.indices is None else mask & selected(given.indices[:, :, None])
     if is_latent:
         return unabsorbed(module, _stored(absorbed(module, q), k, v, mask, bounds, options))
     if _decodes(q, k, v, bias, dropout):
@@ -162,10 +167,30 @@ def check_arguments(given: Mapping[str, Any]) -> None:
                 f'{name}: attn_implementation="attnlib" does not support it; use "eager"'
             )
         if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
-            wanted = WANTED.get(name, "the model's attention may depend on it")
-            raise NotImplementedError(
-                f'{name}: attn_implementation="attnlib" does not read this tensor, but {wanted}; use "eager"'
-            )
+            raise NotImplementedError(_unread(name))
+
+
+def check_indices(given: Mapping[str, Any], query: Tensor) -> None:
+    """Raise NotImplementedError unless ``indices`` are lists of keys for queries ``[b, h, s, d]``, or None.
+
+    Packed sequences count keys in each sequence, but lists in the row.
+    """
+    indices = given.get("indices")
+    if indices is None:
+        return
+    rows = query.shape[0], query.shape[2]
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.shape[:-1] != rows:
+        raise NotImplementedError(_unread("indices"))
+    if given.get("cu_seq_lens_q") is not None:
+        raise NotImplementedError(
+            "cu_seq_lens_q: expected None with indices=, which count the keys of a row, got offsets; pass "
+            "position_ids that restart with each sequence, and no offsets"
+        )
+
+
+def _unread(name: str) -> str:
+    wanted = WANTED.get(name, "the model's attention may depend on it")
+    return f'{name}: attn_implementation="attnlib" does not read this tensor, but {wanted}; use "eager"'
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...indexing import Indexer
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...masks.band import CAUSAL, AnyMask, Mask, sliding
 from ...masks.ready_made import chunked
@@ -79,9 +80,10 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     if not family.is_causal:
         radius = config.sliding_window if family.window and kind == "sliding_attention" else None
         return Mask(radius, radius)
-    if family.window is None and kind != "full_attention":
+    full = "full_attention" if family.select is None else "indexed_attention"
+    if family.window is None and kind != full:
         raise NotImplementedError(
-            f"layer_types: expected full attention of {config.model_type}, got {kind!r}"
+            f"layer_types: expected {full.replace('_', ' ')} of {config.model_type}, got {kind!r}"
         )
     kind = kind if family.window == "layer_types" else "full_attention"
     if kind == "chunked_attention":
@@ -200,7 +202,15 @@ def _has_values_of_keys(family: Family, config: Any, index: int) -> bool:
 def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     options |= {name: getattr(config, name) for name in SIZES}
     options |= {"bias": _value(config, family.bias), "norm_eps": _value(config, family.norm_eps)}
+    options["select"] = indexer_of(family, config, index)
     return MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
+
+
+def indexer_of(family: Family | None, config: Any, index: int) -> Indexer | None:
+    """Return the index branch of a layer, or None if it has none."""
+    if family is None or family.select is None:
+        return None
+    return family.select(config, index, rope_of(family, config, index))
 
 
 def _head_dim(family: Family, config: Any) -> int:

@@ -24,6 +24,7 @@ from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, w
 from .handed import HandedMask, handed
 from .paged import NAME
 from .replacing import ReplacedAttention
+from .selecting import ReplacedSelectingAttention
 
 Value = TypeVar("Value")
 OfConfigs = dict[int, tuple[ref[Any], Value]]  # values by id(config), as configs are not hashable
@@ -42,6 +43,7 @@ class RegisteredFunctions:
         self.flags: OfConfigs[set[bool]] = {}  # values of ``is_causal`` in the layers so far
         self.causal: dict[type, bool] = {}  # True if all attention for a config type is causal
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # model classes by config type
+        self.choosing: OfConfigs[set[str]] = {}  # "layers" for a config whose replaced layers choose keys
         self.calls: int = 0  # attention calls so far
         # The hooks of models that have not run yet; a model's first forward removes its hooks.
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
@@ -66,7 +68,12 @@ class RegisteredFunctions:
             return back.numbers
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
             return back  # as transformers does with masks that are 4-dimensional already
+        chooses = config is not None and bool(of_config(config, self.choosing, set))
+        if chooses:
+            named["allow_is_causal_skip"] = True
         made = masks.attention_mask(**named)
+        if made is None and chooses:
+            made = _whole(named)  # another model of the config may read it
         if made is None and config is not None:
             made = self._hiding_nothing(config, named, meaning)
         if isinstance(made, HandedMask):
@@ -182,9 +189,7 @@ class RegisteredFunctions:
             if len(asked) > MAX_LENGTHS:
                 asked.popitem(last=False)
             return None
-        offset, length = named.get("kv_offset", 0), named["kv_length"]
-        whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
-        return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
+        return _whole(named)
 
     def _are_all_causal(self, config: Any) -> bool:
         """True if all layers with a config are causal, by their flags, or by source if no flags are known."""
@@ -260,6 +265,13 @@ def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) 
     return kept[at][1]
 
 
+def _whole(named: dict[str, Any]) -> HandedMask:
+    """Return a mask in which every key is visible."""
+    offset, length = named.get("kv_offset", 0), named["kv_length"]
+    whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
+    return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
+
+
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
     return NotImplementedError(
         f'{type(module).__name__}: expected as many keys as the mask of attn_implementation="attnlib" was '
@@ -310,6 +322,14 @@ def register_functions() -> None:
     AttentionInterface.register(NAME, ours.attend)
     AttentionMaskInterface.register(NAME, ours.mask)
     watch_choices(NAME, chosen)
+
+
+def spare_masks(model: nn.Module) -> None:
+    """Make no mask ``[b, 1, s, t]`` for replaced layers that choose their keys, if a smaller one will do."""
+    ours = registered_functions()
+    for module in model.modules():
+        if ours is not None and isinstance(module, ReplacedSelectingAttention):
+            of_config(module.config, ours.choosing, set).add("layers")
 
 
 def chosen(model: PreTrainedModel) -> None:

@@ -7,6 +7,8 @@ from ...gate import Gate
 from ...models.families import GROUPED, NORMED, alike
 from .family import (
     Family,
+    deepseek_indexer,
+    glm_indexer,
     is_rotated_prefix,
     is_sliding,
     laguna_gate,
@@ -108,6 +110,21 @@ DEEPSEEK = Family(
     output_bias=None,
     rope="rope_interleave",
     norm_eps=1e-6,
+)
+# The config converts these fields to indexer_types.
+SHARES = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+# DeepSeek-V3.2: latent layers with an index branch, which chooses the keys of each query.
+SPARSE = replace(
+    DEEPSEEK,
+    weights=(
+        *LATENT,
+        ("indexer.wq_b", ("indexer.q_proj",)),
+        ("indexer.wk", ("indexer.k_proj",)),
+        *alike("indexer.k_norm", "indexer.weights_proj"),
+    ),
+    rope="interleaved",
+    select=deepseek_indexer,
+    reads=("index_n_heads", "index_head_dim", "index_topk"),
 )
 
 
@@ -354,6 +371,13 @@ FAMILIES = MappingProxyType(
             DEEPSEEK, rotates_part=True, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
         ),
         ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
+        ("deepseek_v32", "self"): SPARSE,
+        ("glm_moe_dsa", "self"): replace(
+            SPARSE,
+            select=glm_indexer,
+            reads=(*SPARSE.reads, "indexer_types", *SHARES),
+            returns=3,
+        ),
         ("bamba", "self"): Family(rotates_part=True, reads=("attn_layer_indices",)),
         ("jamba", "self"): replace(
             stored("jamba"), bias=False, output_bias=False, reads=("attn_layer_period", "attn_layer_offset")

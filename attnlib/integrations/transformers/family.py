@@ -1,14 +1,16 @@
 """The description of a family's attention (:class:`Family`), and functions of configs that it refers to."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
 
 from ...gate import Gate
+from ...indexing import Indexer
 from ...models.families import STORED, AttentionStorage
 from ...rope.axes import Order
+from ...rope.rope import Rope
 from ...rope.scaling import QueryTemperature
 
 
@@ -51,12 +53,15 @@ class Family(AttentionStorage):
     sections: tuple[int, ...] = ()
     # A function of the config and a bool, which is True if the layer has a rope.
     temperature: Callable[[Any, bool], QueryTemperature | None] | None = None
+    # A function of the config, a layer number and the layer's rope that returns the layer's Indexer. None
+    # is returned for a layer that reads the choice of an earlier one.
+    select: Callable[[Any, int, Rope], Indexer | None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str | None = "attention_dropout"  # None: the family has no dropout
     residual_dropout: str | None = None
     fixed: tuple[tuple[str, object], ...] = ()  # config fields that must have this value
     unused: tuple[str, ...] = ()  # config fields that must be None, as transformers' layers never read them
-    returns: int = 2  # attention returns a tuple of this length, 3 in T5
+    returns: int = 2  # attention returns a tuple of this length, 3 in T5 and GLM-5
     is_packed: bool = False  # True if attention gets packed tokens, and returns a tensor (vision encoders)
 
 
@@ -102,3 +107,30 @@ def llama4_temperature(config: Any, rotates: bool) -> QueryTemperature | None:
 def laguna_gate(config: Any) -> Gate:
     """Return the gate of Laguna's layers, which ``gating`` describes."""
     return Gate("head" if config.gating in (True, "per-head") else "channel", "softplus")
+
+
+def deepseek_indexer(config: Any, index: int, rope: Rope) -> Indexer:
+    """Return the index branch of a DeepSeek-V3.2 layer. It rotates halves, and the layer rotates pairs."""
+    return Indexer(
+        heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        top=config.index_topk,
+        source="latent",
+        rope=replace(rope, interleaved=False),
+    )
+
+
+def glm_indexer(config: Any, index: int, rope: Rope) -> Indexer | None:
+    """Return the index branch of a GLM-5 layer, or None if the layer reads the choice of an earlier one.
+
+    Raises:
+        NotImplementedError: the first layer has no branch, or a type is unknown.
+    """
+    kinds = config.indexer_types
+    if kinds[0] != "full" or kinds[index] not in ("full", "shared"):
+        raise NotImplementedError(
+            f"indexer_types: expected 'full' or 'shared', and 'full' for the first layer, got {kinds}"
+        )
+    if kinds[index] == "shared":
+        return None
+    return replace(deepseek_indexer(config, index, rope), rope=rope)

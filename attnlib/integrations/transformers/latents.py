@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.latent_forms import cheaper_form
+from .families import FAMILIES
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -20,7 +21,7 @@ def keep_latents(model: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: the model has no MLA layer.
-        NotImplementedError: its layers select keys with an indexer.
+        NotImplementedError: its layers select keys with an unknown indexer.
     """
     found = [
         module
@@ -32,6 +33,9 @@ def keep_latents(model: nn.Module, name: str) -> None:
             f"model: expected one with MLA layers, such as DeepSeek-V3, got {type(model).__name__}"
         )
     for module in found:
+        family = FAMILIES.get((module.config.model_type, "self"))
+        if family is not None and family.select is not None:
+            continue
         if any("indexer" in part.lower() for part, _ in module.named_children()):
             raise NotImplementedError(
                 f"model: {type(module).__name__} selects keys with an indexer, which attnlib does not support"
@@ -72,23 +76,44 @@ def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
     """True if absorbing ``kv_b_proj`` into the queries is possible and cheaper than expanding ``keys`` keys.
 
+    Raises:
+        ValueError: the weight is sharded, but not by whole heads.
+    """
+    if not can_absorb(module, query):
+        return False
+    rank, nope, rope, value = (getattr(module, name) for name in SIZES)
+    return cheaper_form(query.shape[2], keys, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+
+
+def can_absorb(module: nn.Module, query: Tensor) -> bool:
+    """True if absorbing ``kv_b_proj`` into queries ``[b, h, s, d]`` is possible.
+
     ``kv_b_proj`` must be an ordinary linear layer; others, such as LoRA's, use more than the weight.
 
     Raises:
         ValueError: the weight is sharded, but not by whole heads.
     """
-    projection, (_, heads, queries, _) = module.kv_b_proj, query.shape
+    projection, heads = module.kv_b_proj, query.shape[1]
     if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
         return False
     if projection.bias is not None or projection._forward_hooks or projection._forward_pre_hooks:
         return False
-    rank, nope, rope, value = (getattr(module, name) for name in SIZES)
+    rank, nope, _, value = (getattr(module, name) for name in SIZES)
     if projection.weight.shape != (heads * (nope + value), rank):
         raise ValueError(
             f"kv_b_proj: expected [{heads * (nope + value)}, {rank}] for {heads} heads like q, "
             f"got {tuple(projection.weight.shape)}; shard both by whole heads"
         )
-    return cheaper_form(queries, keys, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+    return True
+
+
+def require_absorption(module: nn.Module, query: Tensor) -> None:
+    """Raise NotImplementedError if ``kv_b_proj`` cannot be absorbed, which chosen keys in pages need."""
+    if not can_absorb(module, query):
+        raise NotImplementedError(
+            "kv_b_proj: expected a plain nn.Linear without bias, hooks and adapters, which attention to "
+            f"chosen keys in pages absorbs, got {type(module.kv_b_proj).__name__}; use a DynamicCache"
+        )
 
 
 def absorbed(module: nn.Module, q: Tensor) -> Tensor:

@@ -84,6 +84,9 @@ class PagedCache(StatefulCache):
         self._open: Mapping[int, LayerCache] = {}  # the layers of the open step
         self._tokens = 0  # new tokens per row in the open step
         self._handed: dict[int, HandedPages] = {}  # pages of the open step, by layer
+        self._index: dict[int, Tensor] = {}  # index keys of the open step until append(), by layer
+        # Keys and values that wait for index keys, which transformers' own layers pass later.
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[int] = []  # ids of the modules that are in a forward, outermost first
         for part in model.modules():
             if part is model or isinstance(part, PreTrainedModel):  # users may call each of these parts
@@ -119,13 +122,9 @@ class PagedCache(StatefulCache):
         The first step returns the arguments themselves; later steps return placeholders for pages.
         """
         b, s = key.shape[0], key.shape[2]
-        if index == self._numbers[0]:
+        if index == self._numbers[0] and index not in self._index:
             self._begin(b, s)
-        if self._step is None or (b, s) != (len(self.handles), self._tokens):
-            raise RuntimeError(
-                f"update: layer {index}: expected {self._tokens} tokens in each of {len(self.handles)} rows, "
-                f"as layer {self._numbers[0]} had in this step, got {s} tokens in each of {b}"
-            )
+        self._check_step(index, b, s)
         layer = self._open[index]
         is_latent = layer.layout.is_latent
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -136,11 +135,43 @@ class PagedCache(StatefulCache):
         if not is_latent:
             check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        view = layer.append(k, v if v.shape[-1] else None)
+        if layer.layout.index_dim and index not in self._index:
+            self._waiting[index], view = (k, v), layer.now
+        else:
+            view = layer.append(k, v if v.shape[-1] else None, index=self._index.pop(index, None))
         if not self._length:
             return key, value
         pages = self._handed[index] = HandedPages(index, view, s)
         return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
+
+    def append_index(self, index: int, keys: Tensor) -> Tensor:
+        """Return all index keys ``[b, t, d]`` of a layer, whose new ones are ``keys`` ``[b, s, d]``.
+
+        They are stored with the layer's keys and values: either those that wait for them, or those of the
+        call of :meth:`append` that follows.
+        """
+        b, s, _ = keys.shape
+        if index == self._numbers[0] and index not in self._waiting:
+            self._begin(b, s)
+        self._check_step(index, b, s)
+        layer, new = self._open[index], keys.flatten(0, 1)[:, None]
+        keys = layer.index_keys(new, self._length + s)[:, :, 0] if self._length else keys
+        if index not in self._waiting:
+            self._index[index] = new
+            return keys
+        k, v = self._waiting.pop(index)
+        view = layer.append(k, v if v.shape[-1] else None, index=new)
+        if index in self._handed:
+            self._handed[index].view = view
+        return keys
+
+    def _check_step(self, index: int, b: int, s: int) -> None:
+        """Raise RuntimeError if a layer stores other tokens than the first layer in this step."""
+        if self._step is None or (b, s) != (len(self.handles), self._tokens):
+            raise RuntimeError(
+                f"update: layer {index}: expected {self._tokens} tokens in each of {len(self.handles)} rows, "
+                f"as layer {self._numbers[0]} had in this step, got {s} tokens in each of {b}"
+            )
 
     def length_of(self, index: int) -> int:
         """Return the number of tokens per row that a layer has stored."""
@@ -277,6 +308,8 @@ class PagedCache(StatefulCache):
         self._is_torn = bool(self._counts)
         step, self._step = self._step, None
         self._handed.clear()
+        self._index.clear()
+        self._waiting.clear()
         with suppress(_Aborted):
             step.__exit__(_Aborted, _Aborted(), None)
         if not self._length:
@@ -331,6 +364,10 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values; see :meth:`PagedCache.append`."""
         return self._cache.append(self._index, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Return all index keys of the layer; see :meth:`PagedCache.append_index`."""
+        return self._cache.append_index(self._index, indexer_key_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys and the first key's index; see :meth:`PagedCache.get_mask_sizes`."""

@@ -1,0 +1,147 @@
+"""Replaced layers with an index branch, which choose keys as transformers' own indexers do.
+
+The mask of transformers tells which keys a query sees: it may have holes, and packed sequences. The lists of
+chosen keys therefore hold visible keys only, and attention needs no mask besides.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functional import attention, cached_attention
+from ...indexing import Indexer, IndexTensors, choose, choose_visible
+from ...kv import KVView
+from ...layers.attending import runner_of
+from ...layers.tensor_parallel import share_of
+from ...masks.band import AnyMask
+from ...masks.selection import selected
+from ...rope.rope import Angles
+from .attention import check_arguments
+from .handed import HandedMask
+from .latents import absorbed, are_latents, can_absorb, require_absorption, unabsorbed
+from .pages import pages_of
+from .replaced_layers import ReplacedLatentAttention
+
+
+class ReplacedSelectingAttention(ReplacedLatentAttention):
+    """A replaced MLA layer that attends to chosen keys; an earlier layer may have chosen them."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_embeddings: Angles | tuple[Tensor, Tensor] | None = None,
+        cache: Any = None,
+        prev_topk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the output for ``hidden_states`` ``[b, s, m]``, and in GLM-5 also the lists of chosen keys.
+
+        GLM-5 passes the lists to the next layer as ``prev_topk_indices``. If they are None, attention is
+        dense.
+        """
+        cache = kwargs.pop("past_key_values", None) if cache is None else cache
+        lists = prev_topk_indices
+        if self.layer.select is not None:
+            lists = self._lists(hidden_states, position_embeddings, cache, attention_mask)
+        given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, "cache": cache}
+        out, *rest = super().forward(hidden_states, **given, lists=lists, **kwargs)
+        return (out, *rest) if self.family.returns == 2 else (out, None, lists)
+
+    @torch.no_grad()
+    def _lists(self, x: Tensor, embeddings: Any, cache: Any, mask: Tensor | None) -> Tensor | None:
+        """Store the index keys of x, and return the keys chosen for each query, int32 ``[b, s, 1, n]``.
+
+        The result is None while there are at most ``top`` keys.
+        """
+        branch, select = self.layer.indexer, self.layer.select
+        angles = embeddings
+        if not isinstance(angles, Angles):
+            angles = Angles(*embeddings, select.rope.interleaved)
+        keys = branch.keys(x, angles)
+        keys = keys if cache is None else cache.update_indexer(keys, self.layer_idx)
+        if keys.shape[1] <= select.top:
+            return None
+        queries, _, weights = branch(x, self.layer.query_source(x), angles=angles)
+        index = IndexTensors(queries, keys, weights)
+        if mask is None:  # a causal mask without padding
+            return choose(*index, select)
+        if x.shape[1] > 1 and isinstance(mask, HandedMask) and (mask.is_whole or mask.bounds is not None):
+            return _after(mask, index, select)
+        return choose_visible(index, select, visible_of(mask, x.shape[1]))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> Tensor:
+        lists = given.pop("lists")
+        if lists is None:
+            return super()._attend(query, key, value, mask, given)
+        check_arguments(given)
+        share = share_of(self.layer.query_projection, self.layer.num_heads, query.shape[1])
+        options = {"scale": self.layer.scale, "backend": runner_of(self.layer, share)}
+        if (pages := pages_of(key, value)) is not None:
+            pages.was_read = True
+            return self._over_pages(query, pages.view, selected(lists.flatten(0, 1)), options)
+        options |= {"mask": selected(lists), "dropout_p": self.layer.dropout_p if self.training else 0.0}
+        q, is_latent = query.transpose(1, 2), are_latents(query, key)
+        if is_latent and can_absorb(self, query):
+            k = torch.cat((value, key), -1).transpose(1, 2)
+            out = attention(absorbed(self, q), k, k[..., : value.shape[-1]], **options)
+            return unabsorbed(self, out)
+        key, value = self.expand_kv(value, key) if is_latent else (key, value)
+        return attention(q, key.transpose(1, 2), value.transpose(1, 2), **options)
+
+    def _over_pages(self, query: Tensor, view: KVView, mask: AnyMask, options: dict[str, Any]) -> Tensor:
+        """Return attention ``[b, s, h, e]`` of queries ``[b, h, s, d]`` over the pages of latents."""
+        require_absorption(self, query)
+        q = absorbed(self, query.transpose(1, 2)).flatten(0, 1)
+        out = cached_attention(q, view, mask=mask, **options)
+        return unabsorbed(self, out.unflatten(0, (query.shape[0], -1)))
+
+
+def _after(mask: HandedMask, index: IndexTensors, select: Indexer) -> Tensor:
+    """Return the keys chosen after left padding, int32 ``[b, s, 1, n]``; the mask ends at the last query."""
+    index = index._replace(keys=index.keys[:, : mask.plain.shape[1]])
+    if mask.is_whole:
+        return choose(*index, select)
+    starts = mask.bounds[0].int()
+    lists, (s, t) = choose(*index, select, starts=starts), (index.queries.shape[1], index.keys.shape[1])
+    # A query that sees fewer keys than a list has entries gets hidden keys as well.
+    last = torch.arange(t - s, t, device=lists.device)[:, None, None]
+    return torch.where((lists >= starts[:, None, None, None]) & (lists <= last), lists, -1)
+
+
+def visible_of(mask: Tensor, queries: int) -> Tensor:
+    """Return which keys each query sees, bool ``[b, s, t]``, from a mask of transformers.
+
+    Masks ``[b, t]`` hold visible keys or the numbers of documents, and are causal besides; the queries are
+    the last of ``t`` tokens, unless there is one.
+
+    Raises:
+        NotImplementedError: an additive mask does not only hide keys, or the mask is that of a tree.
+    """
+    if getattr(mask, "tree", None) is not None:
+        raise NotImplementedError(
+            "attention_mask: expected no tree of sequences with layers that choose their keys, got one; "
+            "compute the sequences of the tree one by one"
+        )
+    mask = mask.plain if isinstance(mask, HandedMask) else mask
+    if mask.dim() == 2:
+        shown = mask.bool()[:, None]
+        if queries == 1:
+            return shown
+        t = mask.shape[1]
+        shown = shown & torch.ones(queries, t, dtype=torch.bool, device=mask.device).tril(t - queries)
+        return shown if mask.dtype == torch.bool else shown & (mask[:, -queries:, None] == mask[:, None])
+    mask = mask[:, 0]
+    if mask.dtype == torch.bool:
+        return mask
+    shown = mask == 0
+    if not (shown | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+        raise NotImplementedError(
+            "attention_mask: expected one that hides keys or not, since an index branch does not know other "
+            "biases, got values other than 0 and the least of the dtype"
+        )
+    return shown
