@@ -140,7 +140,7 @@ def learn(
     batches = corpus.batches(count=steps, batch=options.batch, context=options.length, seed=seed)
     points, done = [], optimise(make_optimizer(trained), loss, batches, steps=steps, rate=rate, label=label)
     for step, _ in enumerate(done, 1):
-        if measured and (step % max(1, steps // POINTS) == 0 or step == steps):
+        if measured and step * POINTS // steps > (step - 1) * POINTS // steps:
             points.append((step, measured()))
     return points
 
@@ -185,9 +185,12 @@ def draw(points: Sequence[tuple[int, Measured]], rows: dict[str, Measured], warm
         axes.axvline(warm, color="0.8", label="end of warm-up")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
-    axes.set(ylabel="mass recall of the chosen keys", ylim=(0, 1.03))
-    figure.axes[0].set(ylabel="held-out bits per byte")
-    figure.axes[0].legend(frameon=False)
+    left, right = figure.axes
+    losses = [x.loss for _, x in points[1:]] + [rows["dense, trained as long"].loss]
+    left.set_ylim(min(losses) - 0.02, max(losses) + 0.02)
+    left.set(title=f"begins at {points[0][1].loss:.2f}", ylabel="held-out bits per byte")
+    right.set(ylabel="mass recall of the chosen keys", ylim=(0, 1.03))
+    right.legend(frameon=False, loc="lower right")
     figure.savefig(picture)
 
 
