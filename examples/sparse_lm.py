@@ -119,8 +119,8 @@ def measure(model: Decoder, windows: Tensor, choose: Choose, top: int) -> Measur
             if chosen.indices is not None:
                 at = chosen.indices[:, :, 0]
                 mass = layer.weights(x, selected=ALL, over="heads", at=at).sum(-1)
-                recalls.append(mass[:, top:].mean())
-    recall = torch.stack(recalls).mean().item() if recalls else 1.0
+                recalls.append(mass[:, top:].mean(1))
+    recall = torch.cat(recalls).mean().item() if recalls else 1.0
     return Measured(sum(losses).item() / len(windows), recall)
 
 
