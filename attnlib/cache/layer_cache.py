@@ -101,10 +101,9 @@ class LayerCache:
 
         Raises:
             RuntimeError: outside a step.
+            ValueError, TypeError, NotImplementedError: as :meth:`append`; or the layout has no index keys.
         """
-        if self._slots is None:
-            self._refuse_append()
-        view, new = self._view, self._fit("index", new, (self.layout.index_heads, self.layout.index_dim))
+        view, new = self._view, self._new_index(new)
         keys = view.index_keys(stop)
         token = torch.arange(new.shape[-3], device=keys.device)
         if (offsets := view.cu_seqlens_q) is None:
@@ -117,18 +116,21 @@ class LayerCache:
         return keys
 
     def store_index(self, new: Tensor) -> KVView:
-        """Write only this step's index keys, and return the view with them; ``append`` writes them again.
+        """Write only this step's index keys, and return the view with them.
 
-        ``new`` is that of :meth:`index_keys`.
-
-        Raises:
-            RuntimeError: outside a step.
+        ``append`` still needs them, and writes them once more. ``new`` and errors are those of
+        :meth:`index_keys`.
         """
+        write_index(self._view, self._new_index(new), self._slots)
+        return self._view
+
+    def _new_index(self, new: Tensor) -> Tensor:
+        """Validate the index keys of this step's tokens."""
         if self._slots is None:
             self._refuse_append()
-        sizes = self.layout.index_heads, self.layout.index_dim
-        write_index(self._view, self._fit("index", new, sizes), self._slots)
-        return self._view
+        if "index" not in self.planes:
+            raise ValueError(_index_error(self.layout, new))
+        return self._fit("index", new, (self.layout.index_heads, self.layout.index_dim))
 
     @property
     def step_view(self) -> KVView | None:

@@ -126,10 +126,25 @@ def test_the_operator_keeps_its_contract():
     ends = torch.full((2, 5), 9, dtype=torch.int32, device=DEVICE)
     operator = torch.ops.attnlib.triton_index_scores.default
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (q, k, weights, ends, 0.5, True, False, 8), test_utils=tests)
+    given = q, k, weights, ends, None, None, None, 0.5, True, False, 8, 20
+    torch.library.opcheck(operator, given, test_utils=tests)
     with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         index_scores(q, k, weights, ends, INDEXERS["3 heads"])
     assert counter.get_total_flops() == 2 * 2 * 5 * 20 * 3 * 24
+
+
+@pytest.mark.parametrize("form", ["a column", "expanded"])
+def test_starts_with_any_strides(form):
+    q, k, weights = made(3, 2, 20, INDEXERS["3 heads"], torch.float32)
+    ends = torch.full((3, 2), 20, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([[9, 3], [2, 4], [0, 5]], dtype=torch.int32, device=DEVICE)[:, 0]
+    if form == "expanded":
+        starts = starts[:1].expand(3)
+    found, expected = (
+        index_scores(q, k, weights, ends, INDEXERS["3 heads"], x) for x in (starts, starts.contiguous())
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal((found == -torch.inf).sum(-1)[:, 0, 0], starts)
 
 
 @needs_gpu

@@ -81,7 +81,8 @@ def _run(*given) -> Tensor:
     a = IndexArguments(*given)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.q, a.k))
     weights = None if a.weights is None else a.weights.float().contiguous()
-    a = a._replace(q=q, k=k, weights=weights, ends=a.ends.int().contiguous())
+    starts = None if a.starts is None else a.starts.int().contiguous()
+    a = a._replace(q=q, k=k, weights=weights, ends=a.ends.int().contiguous(), starts=starts)
     result = _allocated(a)
     if result.numel():
         plan(key_of(a, q, k)).on(a._asdict() | {"result": result})

@@ -78,7 +78,8 @@ class EntriesBackward(NamedTuple):
 def backward(x: BackwardShapes, indices: tuple[int, ...], block_size: int) -> EntriesBackward:
     """Return the launches of a backward; ``indices`` is the shape of the lists.
 
-    The buffers of a pass take at most about ``PARTS`` bytes, but at least those of one query.
+    Besides the numbers of entries, the buffers of a pass take at most about ``PARTS`` bytes, but at least
+    those of one query.
     """
     found = selected.lists(x, indices, block_size)
     of_call, shares, count = found.arguments, x.blocks(x.s, 1), selected.tiles_of_queries(x)

@@ -1,7 +1,8 @@
 """The backward over the keys that lists select, without atomics for dq, dk and dv.
 
 A pass over queries writes dq. Gradients of keys are sums over the queries whose lists select them: a pass
-over keys writes partial sums in fp32, and a third kernel adds them in a fixed order.
+over keys writes partial sums in fp32, and a third kernel adds them in a fixed order. If many heads share a
+list, ``selected_weights`` computes its weights instead, and ``sums.py`` the gradients.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
-"""Gradients as products with given weights of listed keys, and sums of what single lists contribute.
+"""Products of weights with keys, queries and gradients of outputs, and the sums of such products.
 
-If many heads share a list, ``selected_weights`` multiplies its keys once. ``selected_queries`` multiplies the
-gradients of scores with keys, which is dq, and ``selected_parts`` both weights with queries and with the
-gradients of outputs, which are the shares of one query in dk and dv. Sums have a fixed order.
+``selected_weights`` computes the weights of all listed keys once. From them, ``selected_queries`` computes
+dq, and ``selected_parts`` the share of each query in dk and dv, which ``selected_sums`` adds in a fixed
+order. ``selected_backward_sums`` adds the partial sums of blocks.
 """
 
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def keys_of(block, call, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def load_part(at, c, rows, ALL: tl.constexpr, WIDTH: tl.constexpr):
-    """Load ``WIDTH`` channels of ``rows``, from channel ``c`` on; zeros where there is none."""
+    """Load ``WIDTH`` channels from channel ``c`` on; zeros where ``rows`` is False, and from ``ALL`` on."""
     columns = c + tl.arange(0, WIDTH)
     inside = rows[:, None] if ALL % WIDTH == 0 else rows[:, None] & (columns < ALL)[None, :]
     return tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
@@ -120,7 +120,7 @@ def selected_parts(
 ):  # fmt: skip
     """Write the shares of queries in dk and dv: a row of ``D + E`` numbers for each listed key and KV head.
 
-    One program has ``BLOCK_N`` keys of a list, all of the ``group`` heads of a KV head, and dk or dv.
+    One program computes dk or dv of ``BLOCK_N`` listed keys, from all ``group`` query heads of a KV head.
     """
     tiles, kv_heads = tl.cdiv(slots * BLOCK_SIZE, BLOCK_N), heads // group
     of_values, pid = tl.program_id(0) % 2, tl.program_id(0) // 2
