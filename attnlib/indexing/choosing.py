@@ -34,10 +34,11 @@ def choose(
     ``queries`` are ``[b, s, HI, dI]``, ``keys`` ``[b, t, dI]`` and ``weights`` ``[b, s, HI]`` or None, as an
     :class:`IndexBranch` returns them; its ``finish`` is needed for ``norm_after_pool``. The queries are the
     last ``s`` of ``t`` tokens, or of ``lengths`` int32 ``[b]`` tokens, whose later keys do not count; each
-    sees the keys up to itself. Blocks that end before ``starts`` int32 ``[b]`` are left padding: they are not
-    chosen, unless a query sees at most ``top`` blocks. Packed queries ``[s, HI, dI]`` and keys ``[t, dI]``
-    have int32 offsets ``[b + 1]``, which are read from the device; their lists are ``[s, c, n]``. Keys of a
-    cache are read in place where :func:`reads_stored` is true.
+    sees the keys up to itself. Blocks that end before ``starts`` int32 ``[b]`` are left padding: they, like
+    keys after the query, are chosen only where nothing else is left, and the attention must mask them. Packed
+    queries ``[s, HI, dI]`` and keys ``[t, dI]`` have int32 offsets ``[b + 1]``, which are read from the
+    device; their lists are ``[s, c, n]``. Keys of a cache are read in place where :func:`reads_stored` is
+    true.
 
     The lists are those of :func:`attnlib.masks.selected` with ``indexer.block_size``. Entries stand on the
     left, in any order, and -1 stands for no entry. A query that sees at most ``top`` blocks gets all of them.

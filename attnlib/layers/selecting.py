@@ -57,7 +57,6 @@ class SelectingLayer(InspectedLayer):
             rank = q_lora_rank if select.source == "latent" else None
             self.indexer = IndexBranch(select, self.hidden_size, q_lora_rank=rank, **options)
 
-    @torch.no_grad()
     def choose(
         self,
         x: Tensor,
@@ -73,10 +72,10 @@ class SelectingLayer(InspectedLayer):
         """Return the keys that the index branch chooses for each token of x, for ``selected=``.
 
         The arguments are those of the layer's forward, which makes the same choice if it gets none. Nothing
-        is appended to the cache. All keys are chosen, and attention is dense, while no sequence can have more
-        than ``top * block_size`` tokens by the sizes that the host knows: the tokens of x, and with ``kv``
-        also ``kv.history``. Compiled code and CUDA graphs count the capacity of the cache instead, because
-        later steps replay their decision.
+        is appended to the cache, though index keys of the step may be written already. All keys are chosen,
+        and attention is dense, while no sequence can have more than ``top * block_size`` tokens by the sizes
+        that the host knows: the tokens of x, and with ``kv`` also ``kv.history``. Compiled code and CUDA
+        graphs count the capacity of the cache instead, because later steps replay their decision.
 
         Raises:
             ValueError: the layer has no index branch, or an argument does not fit.
@@ -90,8 +89,9 @@ class SelectingLayer(InspectedLayer):
         offsets, bounds = (cu_seqlens, None), (key_starts, key_ends, attention_mask)
         ranks = self.context_parallel
         given = Inputs(None, None, kv, positions, angles, *offsets, *bounds, context_parallel=ranks)
-        given = self._validated(x, given)
-        return chosen_by(self, x, given, angles_of(self.rope, x, given))[0]
+        with torch.no_grad():
+            given = self._validated(x, given)
+            return chosen_by(self, x, given, angles_of(self.rope, x, given))[0]
 
     def index_loss(
         self,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import CACHE, INDEXED, RECENT, SIZES, small
 from torch import nn
-from transformers import CONFIG_MAPPING, DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 
 from attnlib import packing
 from attnlib.integrations import transformers as hf
@@ -251,3 +251,33 @@ def test_a_static_cache_in_a_compiled_step(family, way):
     theirs = eager.generate(ids, **options).sequences
     ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
     assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)
+
+
+@pytest.mark.parametrize("way", ["attnlib", "absorbed", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_steps_over_a_static_cache_without_a_mask(family, way):
+    """The cache counts its tokens in a tensor, which grows before the indexer reads the mask."""
+    eager, ours = both(family) if way == "attnlib" else of_way(family, way)
+    ids, cache = tokens(eager, 2, 12), StaticCache(config=ours.config, max_cache_len=32)
+    expected = eager(ids).logits
+    for begin, end in ((0, 9), (9, 10), (10, 12)):
+        agree(ours(ids[:, begin:end], **{CACHE: cache}).logits, expected[:, begin:end])
+
+
+@pytest.mark.parametrize("way", ["attnlib", "absorbed", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_compiled_step_of_one_token(family, way):
+    torch._dynamo.reset()
+    eager, ours = both(family) if way == "attnlib" else of_way(family, way)
+    ids, cache = tokens(eager, 2, 10), StaticCache(config=ours.config, max_cache_len=32)
+    mask, expected = torch.ones(2, 10, dtype=torch.long), eager(ids).logits
+    ours(ids[:, :9], attention_mask=mask[:, :9], **{CACHE: cache})
+    step = torch.compile(ours.forward, backend="eager")
+    agree(step(ids[:, 9:], attention_mask=mask, **{CACHE: cache}).logits, expected[:, 9:])
+
+
+def test_masks_of_several_heads_are_refused():
+    with pytest.raises(NotImplementedError, match=r"attention_mask: expected one mask for all heads"):
+        visible_of(torch.zeros(2, 4, 3, 3), 3)

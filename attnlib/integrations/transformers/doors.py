@@ -79,7 +79,8 @@ class RegisteredFunctions:
         if isinstance(made, HandedMask):
             plain = back.plain if isinstance(back, HandedMask) else back
             made.meaning, made.keys = None if is_row else meaning, named["kv_length"]
-            made.eager = partial(eager_mask, **named | {"attention_mask": plain})
+            offset = int(named.get("q_offset", 0))  # a static cache counts new tokens in its tensor
+            made.eager = partial(eager_mask, **named | {"attention_mask": plain, "q_offset": offset})
         if made is not None and made.dim() == 4 and kinds and all(only_eager(kind) for kind in kinds):
             added = {name: named[name] for name in ("dtype",) if name in named}
             return torch.zeros((), **added).masked_fill(

@@ -66,7 +66,9 @@ def attention_mask(
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if torch.compiler.is_compiling() or (attention_mask is not None and is_tracing(attention_mask)):
         traced = sdpa_mask(*sizes, **options)
-        return traced[:, 0, 0] if q_length == 1 and traced is not None else traced
+        if q_length > 1 or traced is None or hasattr(options.get("config"), "index_topk"):
+            return traced  # transformers' indexers read a mask [b, 1, s, t]
+        return traced[:, 0, 0]
     skips = options.get("allow_is_causal_skip", True)
 
     def definition() -> Tensor:

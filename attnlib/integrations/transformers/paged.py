@@ -136,7 +136,7 @@ class PagedCache(StatefulCache):
             check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         if layer.layout.index_dim and index not in self._index:
-            self._waiting[index], view = (k, v), layer.now
+            self._waiting[index], view = (k, v), layer.step_view
         else:
             view = layer.append(k, v if v.shape[-1] else None, index=self._index.pop(index, None))
         if not self._length:

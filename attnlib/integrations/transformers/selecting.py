@@ -120,7 +120,8 @@ def visible_of(mask: Tensor, queries: int) -> Tensor:
     the last of ``t`` tokens, unless there is one.
 
     Raises:
-        NotImplementedError: an additive mask does not only hide keys, or the mask is that of a tree.
+        NotImplementedError: the mask is additive and does not only hide keys, is that of a tree, or has
+            several heads.
     """
     if getattr(mask, "tree", None) is not None:
         raise NotImplementedError(
@@ -135,6 +136,11 @@ def visible_of(mask: Tensor, queries: int) -> Tensor:
         t = mask.shape[1]
         shown = shown & torch.ones(queries, t, dtype=torch.bool, device=mask.device).tril(t - queries)
         return shown if mask.dtype == torch.bool else shown & (mask[:, -queries:, None] == mask[:, None])
+    if mask.shape[1] > 1:
+        raise NotImplementedError(
+            "attention_mask: expected one mask for all heads, [b, 1, s, t], with layers that choose their "
+            f"keys, got {tuple(mask.shape)}"
+        )
     mask = mask[:, 0]
     if mask.dtype == torch.bool:
         return mask
