@@ -37,6 +37,16 @@ class IndexBranch(nn.Module):
         ValueError: ``q_lora_rank`` is missing, or given without need.
     """
 
+    indexer: Indexer
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    k_norm: nn.Module
+    q_norm: nn.Module | None
+    q_input_norm: nn.Module | None
+    weights_proj: nn.Linear | None
+    query_scale: nn.Parameter | None
+    query_bias: nn.Parameter | None
+
     def __init__(
         self,
         indexer: Indexer,

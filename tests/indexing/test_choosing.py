@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from index_cases import HIDDEN, INDEXERS, RANK, WIDTH, Family, plain_choice, plain_scores, shown
+from index_cases import HIDDEN, INDEXERS, RANK, WIDTH, Family, shown
+from index_plain import plain_choice, plain_scores
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 

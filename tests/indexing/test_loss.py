@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.multiprocessing as mp
-from index_cases import HIDDEN, INDEXERS, RANK, Family, plain_scores
+from index_cases import HIDDEN, INDEXERS, RANK, Family
+from index_plain import plain_scores
 from leaving import leave
 from torch import Tensor
 

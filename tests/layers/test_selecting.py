@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from index_cases import plain_choice, plain_scores
+from index_plain import plain_choice, plain_scores
 from layer_helpers import HIDDEN, Stack, alone, cache_for, close, feed, tokens
 from selecting_cases import INDEXERS, T, choosing, keys_of, make, most, steps, without_branch
 from torch import Tensor, nn
