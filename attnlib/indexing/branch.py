@@ -109,10 +109,10 @@ class IndexBranch(nn.Module):
             ValueError: an argument is missing, or a latent or angles are given without need.
         """
         indexer = self.indexer
-        _check_given("latent", latent, f"source={indexer.source!r}", needed=indexer.source == "latent")
-        _check_given("angles", angles, f"rope={indexer.rope}", needed=indexer.rope is not None)
+        _check_given("latent", latent, indexer, "source", needed=indexer.source == "latent")
+        _check_given("angles", angles, indexer, "rope", needed=indexer.rope is not None)
         if indexer.query_scale:
-            _check_given("positions", positions, "query_scale=True", needed=True)
+            _check_given("positions", positions, indexer, "query_scale", needed=True)
         x = x.detach()
         keys, queries = self.keys(x, angles), self._queries(x, latent, positions)
         if indexer.rope is not None:  # YaRN's amplitude of queries and of keys
@@ -164,8 +164,9 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-def _check_given(name: str, given: object, field: str, *, needed: bool) -> None:
-    """Raise ValueError if an argument is missing, or given without need."""
+def _check_given(name: str, given: object, indexer: Indexer, field: str, *, needed: bool) -> None:
+    """Raise ValueError if an argument is missing, or given without need, as a field of the indexer says."""
     if needed != (given is not None):
         expected, got = ("a value", "None") if needed else ("None", type(given).__name__)
-        raise ValueError(f"{name}: expected {expected} for an indexer with {field}, got {got}")
+        has = f"{field}={getattr(indexer, field)!r}"
+        raise ValueError(f"{name}: expected {expected} for an indexer with {has}, got {got}")
