@@ -139,7 +139,7 @@ class LayerCache:
 
     @property
     def capacity(self) -> int:
-        """How many tokens a sequence may have."""
+        """The most tokens that a sequence may have; 0 outside a step."""
         return 0 if self._view is None else self._view.table.shape[1] * self._view.page_size
 
     @property

@@ -20,5 +20,5 @@ def kernel(queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
 
 
 def pooled(queries: Tensor, size: int) -> int:
-    """Return ``size`` if the operator can pool scores of blocks of so many keys, and otherwise 1."""
+    """Return ``size`` if the operator can pool scores of blocks of ``size`` keys, and otherwise 1."""
     return size if _triton.can_pool(queries, size) else 1

@@ -172,7 +172,7 @@ def _all_blocks(seen: Tensor, width: int, size: int) -> Tensor:
 
 
 def candidates_of(seen: Tensor, indexer: Indexer) -> Tensor:
-    """Return how many blocks compete for a place in a list, of queries that see so many keys."""
+    """Return the number of blocks that compete for a list, for queries that see ``seen`` keys each."""
     size = indexer.block_size
     return (seen if indexer.tail else seen + size - 1).clamp(min=0) // size
 

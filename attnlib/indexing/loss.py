@@ -118,7 +118,7 @@ class _Sequence(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        """How many keys each query sees, ``[s]``."""
+        """The number of keys that each query sees, ``[s]``."""
         s, t = self.main.q.shape[0], self.main.k.shape[0]
         return torch.arange(t - s + 1, t + 1, device=self.main.q.device)
 
@@ -131,7 +131,7 @@ class _Sequence(NamedTuple):
         return sees & ((self.lists >= 0) & (self.lists < candidates[..., None])).any(-1)
 
     def chunks(self, scored: int) -> list[slice]:
-        """Return the rows of each chunk, for so many keys that have a score; no rows if none has."""
+        """Return the rows of each chunk, given the number of keys with a score; no rows if it is 0."""
         (s, heads, _), t, indexer = self.main.q.shape, self.main.k.shape[0], self.indexer
         each = heads * t + 4 * indexer.heads * scored  # probabilities, and products with their gradients
         if self.lists is not None:  # gathered keys with their gradients, and products with theirs

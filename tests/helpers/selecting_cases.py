@@ -51,7 +51,7 @@ def without_branch(layer: nn.Module, name: str, **options) -> nn.Module:
 
 
 def most(layer: nn.Module) -> int:
-    """How many tokens a sequence may have in dense attention."""
+    """The most tokens that a sequence may have in dense attention."""
     return layer.select.top * layer.select.block_size
 
 
