@@ -369,6 +369,10 @@ class PagedLayer(CacheLayerMixin):
         """Return all index keys of the layer; see :meth:`PagedCache.append_index`."""
         return self._cache.append_index(self._index, indexer_key_states)
 
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Return all index keys ``[b, 1, t, d]`` of a layer of MiniMax-M3; the new ones are ``idx_k``."""
+        return self._cache.append_index(self._index, idx_k[:, 0])[:, None]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys and the first key's index; see :meth:`PagedCache.get_mask_sizes`."""
         return self._cache.get_mask_sizes(query_length, self._index)
