@@ -79,8 +79,8 @@ def check_padding(module: nn.Module, mask: Tensor | None, keys: int, size: int) 
     """
     if mask is None or keys <= size or is_recorded(mask) or not _is_first(module):
         return
-    is_whole, shown = isinstance(mask, HandedMask) and mask.is_whole, _plain(mask)
-    if is_whole or (shown.dim() == 2 and shown.dtype == torch.bool and _is_prefix(shown)):
+    shown, is_tree = _plain(mask), getattr(mask, "tree", None) is not None
+    if not is_tree and shown.dim() == 2 and shown.dtype == torch.bool and _is_prefix(shown):
         return
     raise NotImplementedError(
         f"attention_mask: expected padding on the right only with layers that choose blocks of {size} of "
@@ -117,9 +117,9 @@ def check_positions(
 
 
 def _is_first(module: nn.Module) -> bool:
-    """True if a layer is the first one of its type in its model."""
-    kinds = module.config.layer_types
-    return kinds.index(kinds[module.layer_idx]) == module.layer_idx
+    """True if a layer is the first one of its type in its model, or may be."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return kinds is None or kinds.index(kinds[module.layer_idx]) == module.layer_idx
 
 
 def _is_prefix(shown: Tensor) -> bool:

@@ -119,9 +119,15 @@ class ReplacedSelectingGroupedAttention(ReplacedChoosingAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]
     ) -> Tensor:
         lists, select = given.pop("lists"), self.layer.select
-        if lists is not None:
-            given["chosen"] = Chosen(lists, 1 if select is None else select.block_size)
-        return super()._attend(query, key, value, mask, given)
+        if lists is None:
+            return super()._attend(query, key, value, mask, given)
+        if lists.shape[2] > 1 and query.shape[1] != self.layer.num_heads:
+            raise ValueError(
+                f"select: expected all {self.layer.num_heads} query heads with a list for each KV head, which "
+                f"ranks cannot share, got {query.shape[1]}; shard no layers that choose blocks"
+            )
+        chosen = Chosen(lists, 1 if select is None else select.block_size)
+        return super()._attend(query, key, value, mask, given | {"chosen": chosen})
 
 
 class ReplacedSelectingAttention(ReplacedChoosingAttention, ReplacedLatentAttention):
