@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...functional import attention, cached_attention
-from ...indexing import Chosen, Indexer, IndexTensors, choose, choose_visible
+from ...indexing import AnyKeys, Chosen, Indexer, IndexTensors, choose, choose_visible, first_keys
 from ...kv import KVView
 from ...layers.attending import runner_of
 from ...layers.tensor_parallel import share_of
@@ -84,9 +84,11 @@ class ReplacedChoosingAttention(ReplacedAttention):
             return None if rope is None else embeddings
         return Angles(*embeddings, rope.interleaved)
 
-    def _stored_index(self, keys: Tensor, cache: Any) -> Tensor:
+    def _stored_index(self, keys: Tensor, cache: Any) -> AnyKeys:
         """Store index keys ``[b, s, d]`` of new tokens in a cache of the model, and return those of all."""
         layer = cache.layers[self.layer_idx]
+        if hasattr(layer, "append_index"):  # of a PagedCache
+            return layer.append_index(keys, self.layer.select)
         if hasattr(layer, "update_index"):  # MiniMax-M3 stores them with a dimension of heads
             return layer.update_index(keys[:, None])[:, 0]
         return cache.update_indexer(keys, self.layer_idx)
@@ -108,7 +110,7 @@ class ReplacedChoosingAttention(ReplacedAttention):
             return _visible_lists(index, select, mask)
         if isinstance(end, int) and end == t:
             return choose(*index, select)
-        lengths = torch.zeros(index.keys.shape[0], dtype=torch.int32, device=index.keys.device) + end
+        lengths = torch.zeros(index.keys.shape[0], dtype=torch.int32, device=index.queries.device) + end
         return choose(*index, select, lengths=lengths.int())
 
 
@@ -123,8 +125,8 @@ class ReplacedSelectingGroupedAttention(ReplacedChoosingAttention):
             return super()._attend(query, key, value, mask, given)
         if lists.shape[2] > 1 and query.shape[1] != self.layer.num_heads:
             raise ValueError(
-                f"select: expected all {self.layer.num_heads} query heads with a list for each KV head, which "
-                f"ranks cannot share, got {query.shape[1]}; shard no layers that choose blocks"
+                f"select: expected all {self.layer.num_heads} query heads with a list for each KV head, "
+                f"which ranks cannot share, got {query.shape[1]}; shard no layers that choose blocks"
             )
         chosen = Chosen(lists, 1 if select is None else select.block_size)
         return super()._attend(query, key, value, mask, given | {"chosen": chosen})
@@ -174,7 +176,7 @@ def _visible_lists(index: IndexTensors, select: Indexer, mask: Tensor | None) ->
 
 def _after(mask: HandedMask, index: IndexTensors, select: Indexer) -> Tensor:
     """Return the keys chosen after left padding, int32 ``[b, s, 1, n]``; the mask ends at the last query."""
-    index = index._replace(keys=index.keys[:, : mask.plain.shape[1]])
+    index = index._replace(keys=first_keys(index.keys, mask.plain.shape[1]))
     if mask.is_whole:
         return choose(*index, select)
     starts = mask.bounds[0].int()
