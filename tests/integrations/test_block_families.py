@@ -325,7 +325,7 @@ def test_block_indices_that_are_no_lists_are_refused(shape, dtype, size):
     with pytest.raises(NotImplementedError, match=r"block_indices: attn_implementation=.* \[b, 1 or heads"):
         attention_forward(layer_with(size), q, q[:, :2], q[:, :2], None, block_indices=lists)
     offsets, lists = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(1, 2, 3, 2, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None with block_indices="):
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None with lists of chosen"):
         attention_forward(
             layer_with(4), q, q[:, :2], q[:, :2], None, block_indices=lists, cu_seq_lens_q=offsets
         )

@@ -30,27 +30,31 @@ def chosen_of(module: nn.Module, query: Tensor, key: Tensor, given: Mapping[str,
     ``[b, c, s, n]``; replaced layers pass ``chosen``.
 
     Raises:
-        NotImplementedError: the lists have another form, or there are offsets: packed sequences count keys
-            in each sequence, but lists in the row.
+        NotImplementedError: the lists have another form, or there are offsets of packed sequences.
     """
-    name = next((name for name in LISTS if given.get(name) is not None), None)
+    name = next((name for name in (*LISTS, "chosen") if given.get(name) is not None), None)
     if name is None:
-        return given.get("chosen")
+        return None
     lists, (b, h, s, _) = given[name], query.shape
     if name == "indices":
-        found = _keys(lists, (b, s))
-    else:
-        found = _blocks(module, lists, [(b, c, s) for c in (1, key.shape[1], h)])
-    if found is None:
+        lists = _keys(lists, (b, s))
+    elif name == "block_indices":
+        lists = _blocks(module, lists, [(b, c, s) for c in (1, key.shape[1], h)])
+    if lists is None:
         raise NotImplementedError(
             f'{name}: attn_implementation="attnlib" does not read this tensor, but {LISTS[name]}; use "eager"'
         )
+    refuse_offsets(given)
+    return lists
+
+
+def refuse_offsets(given: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for offsets of packed sequences, whose keys no list counts."""
     if given.get("cu_seq_lens_q") is not None:
         raise NotImplementedError(
-            f"cu_seq_lens_q: expected None with {name}=, which count the keys of a row, got offsets; pass "
-            "position_ids that restart with each sequence, and no offsets"
+            "cu_seq_lens_q: expected None with lists of chosen keys, which count the keys of a row, got "
+            "offsets; leave them out, pass use_cache=False, and position_ids that restart with each sequence"
         )
-    return found
 
 
 def _keys(lists: Any, rows: tuple[int, int]) -> Chosen | None:
@@ -74,8 +78,8 @@ def check_padding(module: nn.Module, mask: Tensor | None, keys: int, size: int) 
     """Raise NotImplementedError if a mask hides other keys than the last ones of a row of ``keys`` keys.
 
     transformers' index branches score hidden keys too, and count blocks of ``size`` keys from the start of
-    the row, so hidden keys would change the choice of all later queries. The first block is always chosen
-    alone. The first layer of a model reads the mask for all layers of its type; compiled code reads none.
+    the row, so hidden keys would change the choice of all later queries. A single block is always chosen.
+    The first layer of a model reads the mask for all layers of its type; compiled code reads none.
     """
     if mask is None or keys <= size or is_recorded(mask) or not _is_first(module):
         return

@@ -21,7 +21,7 @@ from ...rope.rope import Angles
 from .attention import check_arguments
 from .handed import HandedMask
 from .latents import absorbed, are_latents, can_absorb, require_absorption, unabsorbed
-from .lists import check_padding, check_positions
+from .lists import check_padding, check_positions, refuse_offsets
 from .pages import pages_of
 from .replaced_layers import ReplacedAttention, ReplacedLatentAttention
 
@@ -142,6 +142,7 @@ class ReplacedSelectingAttention(ReplacedChoosingAttention, ReplacedLatentAttent
         if lists is None:
             return super()._attend(query, key, value, mask, given)
         check_arguments(given)
+        refuse_offsets(given)
         share = share_of(self.layer.query_projection, self.layer.num_heads, query.shape[1])
         options = {"scale": self.layer.scale, "backend": runner_of(self.layer, share)}
         if (pages := pages_of(key, value)) is not None:
