@@ -8,10 +8,12 @@ calls of layers, and ``loss.py`` trains the scores to follow the attention of th
 from .branch import IndexBranch as IndexBranch
 from .branch import IndexTensors as IndexTensors
 from .choosing import choose as choose
+from .choosing import first_keys as first_keys
 from .chosen import Chosen as Chosen
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss
+from .scores import AnyKeys as AnyKeys
 from .scores import StoredKeys as StoredKeys
 from .scores import reads_stored as reads_stored
 from .visible import choose_visible as choose_visible

@@ -150,7 +150,7 @@ def _choose(
         stop = min(s, start + rows)
         last = t if lengths is not None else t - s + stop  # no query of this chunk sees later keys
         if -(-last // size) > indexer.top:
-            own = _first(scored, last // size if indexer.pool == "mean" else last)
+            own = first_keys(scored, last // size if indexer.pool == "mean" else last)
             part = slice(start, stop)
             own_weights = None if weights is None else weights[:, part]
             found = _chunk(queries[:, part], own, own_weights, seen[:, part], bounds.starts, indexer)
@@ -160,7 +160,7 @@ def _choose(
     return lists
 
 
-def _first(keys: AnyKeys, count: int) -> AnyKeys:
+def first_keys(keys: AnyKeys, count: int) -> AnyKeys:
     """Return the first keys of each sequence."""
     return replace(keys, tokens=count) if isinstance(keys, StoredKeys) else keys[:, :count]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .branch import IndexTensors
-from .choosing import BUDGET, largest
+from .choosing import BUDGET, first_keys, largest
 from .indexer import Indexer
 from .scores import bytes_per_query, index_scores
 
@@ -17,7 +17,7 @@ def choose_visible(index: IndexTensors, indexer: Indexer, visible: Tensor) -> Te
     for all heads, of keys rather than blocks. Keys beyond those of the mask are not visible.
     """
     queries, weights, t = index.queries, index.weights, min(index.keys.shape[1], visible.shape[-1])
-    (b, s), keys, visible = queries.shape[:2], index.keys[:, :t], visible[..., :t]
+    (b, s), keys, visible = queries.shape[:2], first_keys(index.keys, t), visible[..., :t]
     rows = max(1, BUDGET // bytes_per_query(queries, keys, indexer))
     ends = torch.full((b, s), t, dtype=torch.int32, device=queries.device)
     found = []

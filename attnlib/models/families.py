@@ -344,6 +344,7 @@ IS_LATENT = "its attention is latent already"
 HEADS_DIFFER = "the number of heads differs between its layers"
 SHARES_KEYS = "its last layers read the keys of earlier ones"
 HAS_SINKS = "its attention has sinks"
+CHOOSES_KEYS = "its layers choose their keys with an index branch"
 # Why no entry of STORED can describe a model type whose layers attnlib has.
 UNCONVERTED: Mapping[str, str] = MappingProxyType(
     {
@@ -354,6 +355,7 @@ UNCONVERTED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARES_KEYS),
         **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), SHARES_KEYS),
         **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), HAS_SINKS),
+        **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), CHOOSES_KEYS),
         **dict.fromkeys(("minimax", "nemotron_h"), "its recurrent layers have the names of attention"),
         "bamba": "its decoder layers return more than hidden states",
         "olmo_hybrid": "a null theta in its config.json switches off the rope",

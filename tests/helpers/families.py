@@ -34,6 +34,14 @@ INDEXED = {
     "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
 }  # fmt: skip
+# Layers that choose three blocks of four keys, one of which is the block of the query, and a dense one.
+BLOCKED = {
+    "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse", "full_attention"], "head_dim": 16,
+    "mlp_layer_types": ["dense", "sparse"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "dense_intermediate_size": 32, "shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16,
+    "index_block_size": 4, "index_topk_blocks": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 7,
@@ -231,6 +239,7 @@ RECENT = MappingProxyType(
         "glm_moe_dsa": LATENT
         | INDEXED
         | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+        "minimax_m3_vl_text": BLOCKED | {"index_block_size": 32},  # alone, so that padding may be anywhere
         "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
         "granitemoehybrid": EXPERTS

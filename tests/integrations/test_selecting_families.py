@@ -203,8 +203,21 @@ def test_indices_that_are_no_lists_are_refused(indices):
         attention_forward(nn.Module(), q, q, q, None, indices=indices)
     offsets = torch.tensor([0, 3], dtype=torch.int32)
     lists = torch.zeros(1, 3, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None with indices="):
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None with lists of chosen"):
         attention_forward(nn.Module(), q, q, q, None, indices=lists, cu_seq_lens_q=offsets)
+
+
+@pytest.mark.parametrize("way", ["attention", "layers"])
+@torch.no_grad()
+def test_offsets_are_refused(way):
+    """With a cache, transformers makes no mask of them, so that the index branch would not know them."""
+    eager, ours = both("deepseek_v32", way)
+    ids, positions = tokens(eager, 1), torch.cat([torch.arange(n) for n in (3, 12, 8)])[None]
+    offsets = torch.tensor([0, 3, 15, 23], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
+    for use_cache in (False, True):
+        with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None with lists of chosen"):
+            ours(ids, position_ids=positions, use_cache=use_cache, **packed)
 
 
 def test_copies_are_their_own():

@@ -7,6 +7,7 @@ import torch
 from families import CACHE, DECODERS
 
 from attnlib.integrations import transformers as hf
+from tests.integrations.test_block_families import of_way
 from tests.integrations.test_transformers import WAYS, both, tokens
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,20 @@ def test_every_cache_gives_the_same_tokens(family, way):
         {CACHE: pages},
     ):
         assert torch.equal(ours.generate(ids, attention_mask=mask, **OPTIONS, **cache), theirs), list(cache)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_every_cache_gives_the_same_tokens_of_chosen_blocks(way):
+    """In fp32; replaced layers read index keys in the pages."""
+    eager, ours = (model.cuda() for model in of_way(way))
+    ids = tokens(eager, 3, 30).cuda()
+    theirs, pages = (
+        eager.generate(ids, **OPTIONS),
+        hf.PagedCache(ours, pages=64, page_size=16, max_sequences=4),
+    )
+    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}, {CACHE: pages}):
+        assert torch.equal(ours.generate(ids, **OPTIONS, **cache), theirs), list(cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])

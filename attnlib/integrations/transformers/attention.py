@@ -10,16 +10,17 @@ from transformers import Cache
 
 from ...dispatch.run import Runner
 from ...functional import attention, cached_attention, varlen_attention
+from ...indexing import Chosen
 from ...internal.padding import are_holed, edges_of
 from ...kv import KVLayout, KVView
 from ...layers.inspected import TakenStatistic, refusing_gradients
 from ...layers.positions import sequence_of
 from ...masks.band import CAUSAL, FULL, AnyMask, sliding
 from ...masks.ready_made import documents, mask_tensor
-from ...masks.selection import selected
 from ...scores import bias_tensor
 from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
+from .lists import LISTS, check_padding, chosen_of
 from .pages import attention_to_pages, pages_of
 from .trees import restricted
 
@@ -40,8 +41,6 @@ HARMLESS = MappingProxyType(
 )
 WANTED = MappingProxyType(
     {
-        "indices": "they are no lists of keys, int32 [b, s, n], for the queries",
-        "block_indices": "the model restricts each query to the key blocks at these indices",
         "sinks": "the model adds a sink logit for each query",
         "read_index": "continuous batching reads keys from its own pages",
         "write_index": "continuous batching writes keys to its own pages",
@@ -61,7 +60,7 @@ class Options(NamedTuple):
     cu_seq_lens_k: Tensor | None = None
     max_length_q: int | None = None
     max_length_k: int | None = None
-    indices: Tensor | None = None  # the keys that an index branch chose, int32 [b, s, n]
+    chosen: Chosen | None = None  # the keys that an index branch chose
     backend: Runner = None  # of a replaced layer
 
 
@@ -88,9 +87,12 @@ def attention_forward(
         NotImplementedError: attnlib does not support an argument, or does not know a tensor. Unknown numbers
             and flags are ignored, as transformers' own functions do.
     """
-    check_arguments(kwargs)
-    check_indices(kwargs, query)
+    check_arguments({name: value for name, value in kwargs.items() if name not in LISTS})
+    chosen = chosen_of(module, query, key, kwargs)
+    if kwargs.get("block_indices") is not None:
+        check_padding(module, attention_mask, key.shape[2], chosen.block_size)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
+    given = given._replace(chosen=chosen)
     taken = TakenStatistic() if kwargs.get("output_attentions") else None
     runner = given.backend if taken is None else taken
     options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux, "backend": runner}
@@ -110,8 +112,8 @@ def _attended(
     query, key, value = tensors
     is_latent = are_latents(query, key)
     if pages_of(key, value) is not None:
-        lists = None if given.indices is None else given.indices.flatten(0, 1)[:, None]
-        return attention_to_pages(module, query, key, attention_mask, given.position_bias, lists, options)
+        bias = given.position_bias
+        return attention_to_pages(module, query, key, attention_mask, bias, given.chosen, options)
     if is_latent and (
         given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)
     ):
@@ -121,7 +123,7 @@ def _attended(
     if given.cu_seq_lens_q is not None and q.shape[0] == 1:
         return _packed(q, k, v, mask, given, dropout, options)
     k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
-    mask = mask if given.indices is None else mask & selected(given.indices[:, :, None])
+    mask = mask if given.chosen is None else mask & given.chosen.mask
     if is_latent:
         return unabsorbed(module, _stored(absorbed(module, q), k, v, mask, bounds, options))
     if _decodes(q, k, v, bias, dropout):
@@ -168,24 +170,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )
         if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
             raise NotImplementedError(_unread(name))
-
-
-def check_indices(given: Mapping[str, Any], query: Tensor) -> None:
-    """Raise NotImplementedError unless ``indices`` are lists of keys for queries ``[b, h, s, d]``, or None.
-
-    Packed sequences count keys in each sequence, but lists in the row.
-    """
-    indices = given.get("indices")
-    if indices is None:
-        return
-    rows = query.shape[0], query.shape[2]
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.shape[:-1] != rows:
-        raise NotImplementedError(_unread("indices"))
-    if given.get("cu_seq_lens_q") is not None:
-        raise NotImplementedError(
-            "cu_seq_lens_q: expected None with indices=, which count the keys of a row, got offsets; pass "
-            "position_ids that restart with each sequence, and no offsets"
-        )
 
 
 def _unread(name: str) -> str:

@@ -80,11 +80,9 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     if not family.is_causal:
         radius = config.sliding_window if family.window and kind == "sliding_attention" else None
         return Mask(radius, radius)
-    full = "full_attention" if family.select is None else "indexed_attention"
-    if family.window is None and kind != full:
-        raise NotImplementedError(
-            f"layer_types: expected {full.replace('_', ' ')} of {config.model_type}, got {kind!r}"
-        )
+    if family.window is None and kind not in family.kinds:
+        known = " or ".join(family.kinds).replace("_", " ")
+        raise NotImplementedError(f"layer_types: expected {known} of {config.model_type}, got {kind!r}")
     kind = kind if family.window == "layer_types" else "full_attention"
     if kind == "chunked_attention":
         return CAUSAL & chunked(config.attention_chunk_size)
@@ -174,6 +172,7 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         "own_keys": family.shared is None
         or index < config.num_hidden_layers - getattr(config, family.shared),
         "values": "keys" if _has_values_of_keys(family, config, index) else None,
+        "select": indexer_of(family, config, index),
         **({} if family.options is None else family.options(config, index)),
         **options,
     }
@@ -189,6 +188,9 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         layer.q_norm = family.norm(heads, layer.head_dim, eps, **factory)
         if layer.own_keys:
             layer.k_norm = family.norm(layer.num_kv_heads, layer.head_dim, eps, **factory)
+        if layer.indexer is not None and layer.select.norms == "rms":
+            layer.indexer.q_norm = family.norm(layer.select.heads, layer.select.head_dim, eps, **factory)
+            layer.indexer.k_norm = family.norm(1, layer.select.head_dim, eps, **factory)
     if family.value_norm and layer.own_keys:
         eps = _value(config, family.norm_eps)
         layer.v_norm = PlainRMSNorm(layer.num_kv_heads, layer.head_dim, eps)

@@ -14,6 +14,7 @@ from .family import (
     laguna_gate,
     llama4_temperature,
     mimo_options,
+    minimax_indexer,
     mistral_temperature,
     stored,
 )
@@ -123,10 +124,24 @@ SPARSE = replace(
         *alike("indexer.k_norm", "indexer.weights_proj"),
     ),
     rope="interleaved",
+    kinds=("indexed_attention",),
     select=deepseek_indexer,
     reads=("index_n_heads", "index_head_dim", "index_topk"),
 )
-
+# The text model of MiniMax-M3: grouped layers, some of which choose blocks of keys.
+MINIMAX_M3 = Family(
+    weights=(*NORMED, *alike("indexer.q_proj", "indexer.k_proj", "indexer.q_norm", "indexer.k_norm")),
+    norm=OffsetRMSNorm,
+    bias=False,
+    output_bias=False,
+    rotates_part=True,
+    kinds=("full_attention", "minimax_m3_sparse"),
+    select=minimax_indexer,
+    reads=(
+        *("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks"),
+        "rotary_dim",  # which transformers ignores
+    ),
+)
 
 BERT = replace(
     stored("bert"),
@@ -382,6 +397,7 @@ FAMILIES = MappingProxyType(
         ("jamba", "self"): replace(
             stored("jamba"), bias=False, output_bias=False, reads=("attn_layer_period", "attn_layer_offset")
         ),
+        ("minimax_m3_vl_text", "self"): MINIMAX_M3,
         ("minimax", "self"): Family(bias=False, output_bias=False, window="sliding_window"),
         ("nemotron_h", "self"): Family(
             path=r"layers\.([0-9]{1,6})\.mixer",

@@ -38,6 +38,7 @@ class Family(AttentionStorage):
     # A function of the config and a layer number that tells which layers have a rope, if rope_layers cannot.
     rotates: Callable[[Any, int], bool] | None = None
     window: str | None = None  # config field that says which layers have a window
+    kinds: tuple[str, ...] = ("full_attention",)  # without that field, the types of layers
     scale: Callable[[Any, int], float] | None = None
     value_scale: str | None = None  # config field with the factor of values
     # A function of the config and a layer number that returns more arguments of the layer: head counts, ...
@@ -117,6 +118,26 @@ def deepseek_indexer(config: Any, index: int, rope: Rope) -> Indexer:
         top=config.index_topk,
         source="latent",
         rope=replace(rope, interleaved=False),
+    )
+
+
+def minimax_indexer(config: Any, index: int, rope: Rope) -> Indexer | None:
+    """Return the index branch of a MiniMax-M3 layer, or None if the layer is dense."""
+    if config.layer_types[index] != "minimax_m3_sparse":
+        return None
+    return Indexer(
+        heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        top=config.index_topk_blocks,
+        norms="rms",
+        activation=None,
+        weighted=False,
+        scale=1.0,
+        per="group",
+        rope=rope,
+        block_size=config.index_block_size,
+        pool="max",
+        local=config.index_local_blocks,
     )
 
 

@@ -15,7 +15,7 @@ from .own import FORMS
 from .replacing import ReplacedAttention
 
 STATES = ("conv", "linear_attention")  # types of layers that keep a state of fixed size per row
-CHOOSING = "indexed_attention"  # the type of layers that choose their keys
+CHOOSING = ("indexed_attention", "minimax_m3_sparse")  # types of layers that choose their keys
 OWN_CACHE = ("minimax",)  # models that refuse every cache but one of their own class
 
 
@@ -52,17 +52,16 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             layouts.append(None)
             continue
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
-        if kind == CHOOSING and (family is None or family.select is None):
+        if kind in CHOOSING and (family is None or family.select is None):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
+        of_keys = options | index_sizes(indexer_of(family, of_layer, index))
         if is_latent:
-            sizes = of_layer.kv_lora_rank, of_layer.qk_rope_head_dim
-            index_keys = index_sizes(indexer_of(family, of_layer, index))
-            layouts.append(KVLayout.latent(*sizes, **options | index_keys))
+            layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **of_keys))
             continue
         heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
         heads = given(config, index).get("num_kv_heads", heads)
         width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
-        layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
+        layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **of_keys))
     return layouts
 
 
@@ -93,7 +92,7 @@ def _layer_types_of(config: Any) -> list[str]:
         for of_layer in per_layer
     ]
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention", CHOOSING, *STATES):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention", *CHOOSING, *STATES):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
     if all(kind in STATES for kind in kinds):
         raise NotImplementedError("model: expected a layer that keeps keys and values, got none")

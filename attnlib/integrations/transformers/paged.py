@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import SequenceHandle, Window
+from ...indexing import AnyKeys, Indexer, StoredKeys, reads_stored
 from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of, state_layers
 from .pages import BeginOfForward, EndOfForward, HandedPages, placeholder
@@ -144,18 +145,22 @@ class PagedCache(StatefulCache):
         pages = self._handed[index] = HandedPages(index, view, s)
         return tuple(placeholder(x, self._length + s, pages) for x in (key, value))
 
-    def append_index(self, index: int, keys: Tensor) -> Tensor:
+    def append_index(self, index: int, keys: Tensor, select: Indexer | None = None) -> AnyKeys:
         """Return all index keys ``[b, t, d]`` of a layer, whose new ones are ``keys`` ``[b, s, d]``.
 
         They are stored with the layer's keys and values: either those that wait for them, or those of the
-        call of :meth:`append` that follows.
+        call of :meth:`append` that follows. For an index branch ``select`` of attnlib, the result names their
+        pages if a kernel reads them there.
         """
         b, s, _ = keys.shape
         if index == self._numbers[0] and index not in self._waiting:
             self._begin(b, s)
         self._check_step(index, b, s)
-        layer, new = self._open[index], keys.flatten(0, 1)[:, None]
-        keys = layer.index_keys(new, self._length + s)[:, :, 0] if self._length else keys
+        layer, new, t = self._open[index], keys.flatten(0, 1)[:, None], self._length + s
+        if self._length and select is not None and _read_in_place(keys, layer, select):
+            keys = StoredKeys.of(layer.store_index(new), t)
+        elif self._length:
+            keys = layer.index_keys(new, t)[:, :, 0]
         if index not in self._waiting:
             self._index[index] = new
             return keys
@@ -329,6 +334,12 @@ class PagedCache(StatefulCache):
         self.handles = chosen
 
 
+def _read_in_place(keys: Tensor, layer: LayerCache, select: Indexer) -> bool:
+    """True if a kernel reads index keys in pages for queries like ``keys`` ``[b, s, d]``."""
+    queries = keys[:, :, None].expand(-1, -1, select.heads, -1)
+    return reads_stored(queries, layer.step_view, select)
+
+
 class _Aborted(Exception):
     """An exception that makes the context manager of an open step undo the step."""
 
@@ -368,6 +379,14 @@ class PagedLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Return all index keys of the layer; see :meth:`PagedCache.append_index`."""
         return self._cache.append_index(self._index, indexer_key_states)
+
+    def append_index(self, keys: Tensor, select: Indexer) -> AnyKeys:
+        """Return all index keys for an index branch of attnlib; see :meth:`PagedCache.append_index`."""
+        return self._cache.append_index(self._index, keys, select)
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Return all index keys ``[b, 1, t, d]`` of a layer of MiniMax-M3; the new ones are ``idx_k``."""
+        return self._cache.append_index(self._index, idx_k[:, 0])[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys and the first key's index; see :meth:`PagedCache.get_mask_sizes`."""

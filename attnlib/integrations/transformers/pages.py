@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...functional import cached_attention
+from ...indexing import Chosen
 from ...kv import KVView
 from ...layers.inspected import TakenStatistic
 from ...layers.latent_forms import attend_expanded
@@ -94,7 +95,7 @@ def attention_to_pages(
     key: Tensor,
     attention_mask: Tensor | None,
     bias: Tensor | None,
-    lists: Tensor | None,
+    chosen: Chosen | None,
     options: dict[str, object],
 ) -> Tensor:
     """Compute attention of ``query`` ``[b, h, s, d]`` over the pages behind the placeholder ``key``.
@@ -106,11 +107,11 @@ def attention_to_pages(
     - bool ``[b, 1, s, t]`` is the whole mask except for the layer's window.
     - float masks are added to ``bias``.
 
-    ``lists`` int32 ``[b * s, 1, n]`` are the keys that an index branch chose, or None.
+    ``chosen`` are the keys that an index branch chose, with lists ``[b, s, c, n]``, or None.
 
     Raises:
         NotImplementedError: the mask holds document numbers, because positions restart within a row; weights
-            are taken from latents that are expanded; or there are lists for latents that must be expanded.
+            are taken from latents that are expanded; or keys are chosen of latents that must be expanded.
     """
     (b, _, s, _), pages = query.shape, key.handed_pages
     pages.was_read, view = True, pages.view
@@ -132,15 +133,15 @@ def attention_to_pages(
         mask = mask if window is None else Mask(window - 1, None) & mask
     elif attention_mask is not None:
         bias = attention_mask if bias is None else bias + attention_mask
-    if lists is not None:
-        mask = mask & selected(lists)
+    if chosen is not None:
+        mask = mask & selected(chosen.indices.flatten(0, 1), chosen.block_size)
         if view.layout.is_latent:
             require_absorption(module, query)
     options = options | {"mask": mask, "score": None if bias is None else bias_tensor(bias)}
     q = query.transpose(1, 2).flatten(0, 1)
     if not view.layout.is_latent:
         out = cached_attention(q, view, **options)
-    elif lists is not None or may_absorb(module, query, key.shape[2]):
+    elif chosen is not None or may_absorb(module, query, key.shape[2]):
         out = unabsorbed(module, cached_attention(absorbed(module, q), view, **options))
     elif isinstance(options["backend"], TakenStatistic):
         raise NotImplementedError(

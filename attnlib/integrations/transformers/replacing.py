@@ -14,7 +14,7 @@ from .building import family_of, layer_from, layer_type
 from .families import FAMILIES
 from .family import Family
 from .replaced_layers import ReplacedAttention, ReplacedLatentAttention, ReplacedPackedAttention
-from .selecting import ReplacedSelectingAttention
+from .selecting import ReplacedSelectingAttention, ReplacedSelectingGroupedAttention
 from .weights import rename_loaded, rename_saved, theirs_of
 
 ROTARIES = ("rotary_emb", "pos_emb")  # names of the module that computes a model's rope angles
@@ -126,7 +126,8 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
         x.requires_grad_(learns[theirs[name]])
     kind = ReplacedPackedAttention if family.is_packed else ReplacedAttention
     kind = ReplacedLatentAttention if family.is_latent else kind
-    kind = kind if family.select is None else ReplacedSelectingAttention
+    if family.select is not None:
+        kind = ReplacedSelectingAttention if family.is_latent else ReplacedSelectingGroupedAttention
     return kind(layer, family, config, index).train(module.training)
 
 

@@ -1,7 +1,8 @@
 """Replaced layers with an index branch, which choose keys as transformers' own indexers do.
 
-The mask of transformers tells which keys a query sees: it may have holes, and packed sequences. The lists of
-chosen keys therefore hold visible keys only, and attention needs no mask besides.
+The mask of transformers tells which keys a query sees: it may have holes, and packed sequences. Lists of
+single keys hold visible keys only. Blocks count all keys of a row, as in transformers, so the mask applies
+besides, and may pad rows on the right only.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...functional import attention, cached_attention
-from ...indexing import Indexer, IndexTensors, choose, choose_visible
+from ...indexing import AnyKeys, Chosen, Indexer, IndexTensors, choose, choose_visible, first_keys
 from ...kv import KVView
 from ...layers.attending import runner_of
 from ...layers.tensor_parallel import share_of
@@ -20,12 +21,16 @@ from ...rope.rope import Angles
 from .attention import check_arguments
 from .handed import HandedMask
 from .latents import absorbed, are_latents, can_absorb, require_absorption, unabsorbed
+from .lists import check_padding, check_positions, refuse_offsets
 from .pages import pages_of
-from .replaced_layers import ReplacedLatentAttention
+from .replaced_layers import ReplacedAttention, ReplacedLatentAttention
 
 
-class ReplacedSelectingAttention(ReplacedLatentAttention):
-    """A replaced MLA layer that attends to chosen keys; an earlier layer may have chosen them."""
+class ReplacedChoosingAttention(ReplacedAttention):
+    """The base of replaced layers that may have an index branch: store index keys, choose, and attend.
+
+    Subclasses attend to the ``lists`` among the arguments of ``_attend``, if these are not None.
+    """
 
     def forward(
         self,
@@ -45,32 +50,90 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         lists = prev_topk_indices
         if self.layer.select is not None:
-            lists = self._lists(hidden_states, position_embeddings, cache, attention_mask)
+            angles, positions = self._index_angles(position_embeddings), kwargs.get("position_ids")
+            lists = self._lists(hidden_states, angles, cache, attention_mask, positions)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, "cache": cache}
         out, *rest = super().forward(hidden_states, **given, lists=lists, **kwargs)
         return (out, *rest) if self.family.returns == 2 else (out, None, lists)
 
     @torch.no_grad()
-    def _lists(self, x: Tensor, embeddings: Any, cache: Any, mask: Tensor | None) -> Tensor | None:
-        """Store the index keys of x, and return the keys chosen for each query, int32 ``[b, s, 1, n]``.
+    def _lists(
+        self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """Store the index keys of x, and return what is chosen for each query, int32 ``[b, s, c, n]``.
 
-        The result is None while there are at most ``top`` keys.
+        The result is None while lists would hold all keys.
         """
         branch, select = self.layer.indexer, self.layer.select
-        angles = embeddings
-        if not isinstance(angles, Angles):
-            angles = Angles(*embeddings, select.rope.interleaved)
+        stored = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        end = stored + x.shape[1]  # a new tensor in a static cache, which counts in place
         keys = branch.keys(x, angles)
-        keys = keys if cache is None else cache.update_indexer(keys, self.layer_idx)
-        if keys.shape[1] <= select.top:
+        keys = keys if cache is None else self._stored_index(keys, cache)
+        if select.block_size > 1:
+            self._check_blocks(mask, position_ids, end, keys.shape[1])
+        if keys.shape[1] <= select.top * select.block_size:
             return None
-        queries, _, weights = branch(x, self.layer.query_source(x), angles=angles)
-        index = IndexTensors(queries, keys, weights)
-        if mask is None:  # a causal mask without padding
+        latent = self.layer.query_source(x) if select.source == "latent" else None
+        queries, _, weights = branch(x, latent, angles=angles)
+        return self._choice(IndexTensors(queries, keys, weights), mask, end)
+
+    def _index_angles(self, embeddings: Any) -> Angles | None:
+        """Return the angles of the index branch, which are the model's."""
+        rope = self.layer.select.rope
+        if rope is None or isinstance(embeddings, Angles):
+            return None if rope is None else embeddings
+        return Angles(*embeddings, rope.interleaved)
+
+    def _stored_index(self, keys: Tensor, cache: Any) -> AnyKeys:
+        """Store index keys ``[b, s, d]`` of new tokens in a cache of the model, and return those of all."""
+        layer = cache.layers[self.layer_idx]
+        if hasattr(layer, "append_index"):  # of a PagedCache
+            return layer.append_index(keys, self.layer.select)
+        if hasattr(layer, "update_index"):  # MiniMax-M3 stores them with a dimension of heads
+            return layer.update_index(keys[:, None])[:, 0]
+        return cache.update_indexer(keys, self.layer_idx)
+
+    def _check_blocks(
+        self, mask: Tensor | None, position_ids: Tensor | None, end: int | Tensor, keys: int
+    ) -> None:
+        """Raise NotImplementedError if transformers would choose other blocks, or see no key.
+
+        The new tokens end before the slot ``end`` of ``keys`` slots.
+        """
+        check_padding(self, mask, keys, self.layer.select.block_size)
+        check_positions(self, position_ids, mask, end, keys, self.layer.select.block_size)
+
+    def _choice(self, index: IndexTensors, mask: Tensor | None, end: int | Tensor) -> Tensor:
+        """Return the lists of queries, the last of which is the token before the slot ``end``."""
+        select, t = self.layer.select, index.keys.shape[1]
+        if select.block_size == 1:
+            return _visible_lists(index, select, mask)
+        if isinstance(end, int) and end == t:
             return choose(*index, select)
-        if x.shape[1] > 1 and isinstance(mask, HandedMask) and (mask.is_whole or mask.bounds is not None):
-            return _after(mask, index, select)
-        return choose_visible(index, select, visible_of(mask, x.shape[1]))
+        lengths = torch.zeros(index.keys.shape[0], dtype=torch.int32, device=index.queries.device) + end
+        return choose(*index, select, lengths=lengths.int())
+
+
+class ReplacedSelectingGroupedAttention(ReplacedChoosingAttention):
+    """A replaced grouped layer that attends to chosen keys, or to chosen blocks of keys."""
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> Tensor:
+        lists, select = given.pop("lists"), self.layer.select
+        if lists is None:
+            return super()._attend(query, key, value, mask, given)
+        if lists.shape[2] > 1 and query.shape[1] != self.layer.num_heads:
+            raise ValueError(
+                f"select: expected all {self.layer.num_heads} query heads with a list for each KV head, "
+                f"which ranks cannot share, got {query.shape[1]}; shard no layers that choose blocks"
+            )
+        chosen = Chosen(lists, 1 if select is None else select.block_size)
+        return super()._attend(query, key, value, mask, given | {"chosen": chosen})
+
+
+class ReplacedSelectingAttention(ReplacedChoosingAttention, ReplacedLatentAttention):
+    """A replaced MLA layer that attends to chosen keys; an earlier layer may have chosen them."""
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]
@@ -79,6 +142,7 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         if lists is None:
             return super()._attend(query, key, value, mask, given)
         check_arguments(given)
+        refuse_offsets(given)
         share = share_of(self.layer.query_projection, self.layer.num_heads, query.shape[1])
         options = {"scale": self.layer.scale, "backend": runner_of(self.layer, share)}
         if (pages := pages_of(key, value)) is not None:
@@ -101,9 +165,19 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         return unabsorbed(self, out.unflatten(0, (query.shape[0], -1)))
 
 
+def _visible_lists(index: IndexTensors, select: Indexer, mask: Tensor | None) -> Tensor:
+    """Return the visible keys chosen for each query, int32 ``[b, s, 1, n]``."""
+    queries = index.queries.shape[1]
+    if mask is None:  # a causal mask without padding
+        return choose(*index, select)
+    if queries > 1 and isinstance(mask, HandedMask) and (mask.is_whole or mask.bounds is not None):
+        return _after(mask, index, select)
+    return choose_visible(index, select, visible_of(mask, queries))
+
+
 def _after(mask: HandedMask, index: IndexTensors, select: Indexer) -> Tensor:
     """Return the keys chosen after left padding, int32 ``[b, s, 1, n]``; the mask ends at the last query."""
-    index = index._replace(keys=index.keys[:, : mask.plain.shape[1]])
+    index = index._replace(keys=first_keys(index.keys, mask.plain.shape[1]))
     if mask.is_whole:
         return choose(*index, select)
     starts = mask.bounds[0].int()
