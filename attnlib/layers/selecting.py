@@ -138,6 +138,8 @@ class SelectingLayer(InspectedLayer):
             )
         if keys is not None and not isinstance(keys, tuple):
             raise TypeError(f"keys: expected tensors of x's tokens for index_loss(), got {came(keys)}")
+        if isinstance(angles, Angles):
+            angles = Angles(angles.cos.detach(), angles.sin.detach(), angles.interleaved)
         of_x = {"positions": positions, "angles": angles, "cu_seqlens": cu_seqlens}
         main = self._main_attention(x, chosen, of_x | {"keys": keys})
         given = self._validated(x, Inputs(**of_x))

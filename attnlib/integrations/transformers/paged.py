@@ -156,6 +156,9 @@ class PagedCache(StatefulCache):
         self._check_step(index, b, s)
         layer, new = self._open[index], keys.flatten(0, 1)[:, None]
         keys = layer.index_keys(new, self._length + s)[:, :, 0] if self._length else keys
+        if not layer.layout.has_keys:
+            layer.append(None, index=new)
+            return keys
         if index not in self._waiting:
             self._index[index] = new
             return keys

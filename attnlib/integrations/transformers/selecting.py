@@ -37,34 +37,38 @@ class ReplacedSelectingAttention(ReplacedLatentAttention):
         prev_topk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return the output for ``hidden_states`` ``[b, s, m]``, and in GLM-5 also the lists of chosen keys.
+        """Return the output for ``hidden_states`` ``[b, s, m]``, and the lists that layers share, if any.
 
-        GLM-5 passes the lists to the next layer as ``prev_topk_indices``. If they are None, attention is
+        The model passes the lists to the next layer as ``prev_topk_indices``. If they are None, attention is
         dense.
         """
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         lists = prev_topk_indices
         if self.layer.select is not None:
-            lists = self._lists(hidden_states, position_embeddings, cache, attention_mask)
+            given = (cache, attention_mask, kwargs.get("position_ids"))
+            lists = self._lists(hidden_states, position_embeddings, *given)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, "cache": cache}
         out, *rest = super().forward(hidden_states, **given, lists=lists, **kwargs)
         return (out, *rest) if self.family.returns == 2 else (out, None, lists)
 
     @torch.no_grad()
-    def _lists(self, x: Tensor, embeddings: Any, cache: Any, mask: Tensor | None) -> Tensor | None:
+    def _lists(
+        self, x: Tensor, embeddings: Any, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor | None:
         """Store the index keys of x, and return the keys chosen for each query, int32 ``[b, s, 1, n]``.
 
         The result is None while there are at most ``top`` keys.
         """
         branch, select = self.layer.indexer, self.layer.select
-        angles = embeddings
-        if not isinstance(angles, Angles):
+        angles = None if select.rope is None else embeddings
+        if not isinstance(angles, Angles | None):
             angles = Angles(*embeddings, select.rope.interleaved)
         keys = branch.keys(x, angles)
         keys = keys if cache is None else cache.update_indexer(keys, self.layer_idx)
         if keys.shape[1] <= select.top:
             return None
-        queries, _, weights = branch(x, self.layer.query_source(x), angles=angles)
+        latent = self.layer.query_source(x) if select.source == "latent" else None
+        queries, _, weights = branch(x, latent, angles=angles, positions=positions)
         index = IndexTensors(queries, keys, weights)
         if mask is None:  # a causal mask without padding
             return choose(*index, select)
