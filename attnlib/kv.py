@@ -22,11 +22,11 @@ RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output
 @kind
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of one token in one layer of a cache; create one by :meth:`grouped` or :meth:`latent`.
+    """The layout of one token in a layer, made by :meth:`grouped`, :meth:`latent` or :meth:`index_only`.
 
     Attributes:
         heads: the number of KV heads, 1 for latent storage.
-        dim: channels of a key, or the rank of a latent.
+        dim: channels of a key, or the rank of a latent; 0 if only index keys are stored.
         value_dim: channels of a value, or the rank of a latent.
         rope_dim: channels of the shared rotary key of latent storage, 0 for grouped storage.
         is_latent: True for latent storage.
@@ -112,9 +112,28 @@ class KVLayout:
         index = (index_dim, index_heads, index_dtype)
         return cls(1, rank, rank, rope_dim, True, window, dtype, storage_dtype, first_tokens, *index)
 
+    @classmethod
+    def index_only(
+        cls,
+        index_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        index_heads: int = 1,
+        index_dtype: torch.dtype | None = None,
+    ) -> "KVLayout":
+        """Return the layout of a layer that stores index keys, and reads the keys of another layer.
+
+        Raises:
+            ValueError, TypeError: as :meth:`grouped`; or ``index_dim`` is 0.
+        """
+        check_count("index_dim", index_dim, least=1)
+        return cls(1, 0, 0, 0, False, None, dtype, None, 0, index_dim, index_heads, index_dtype)
+
     def __post_init__(self) -> None:
         arguments = {"dim": "rank", "value_dim": "rank"} if self.is_latent else {}
-        for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("rope_dim", 0)):
+        sizes = (self.heads, self.dim, self.value_dim, self.rope_dim, self.is_latent)
+        of_dim = 0 if self.index_dim and sizes == (1, 0, 0, 0, False) else 1
+        for name, least in (("heads", 1), ("dim", of_dim), ("value_dim", of_dim), ("rope_dim", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
         check_count("first_tokens", self.first_tokens)
         if self.window is not None:
@@ -146,6 +165,11 @@ class KVLayout:
             )
 
     @property
+    def has_keys(self) -> bool:
+        """False for a layer that stores index keys only."""
+        return self.dim > 0
+
+    @property
     def window_class(self) -> int | tuple[int, int] | None:
         """The window, or ``(window, first_tokens)``; layers with an equal result share pages."""
         return (self.window, self.first_tokens) if self.first_tokens else self.window
@@ -169,13 +193,14 @@ class KVLayout:
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
         """Stored tensors, ``name -> (heads, width, dtype)``; width 0 (of scales) means no last dimension."""
-        main = self.storage_dtype or self.dtype
-        planes = {"k": (self.heads, self.dim, main)}
+        main, planes = self.storage_dtype or self.dtype, {}
+        if self.has_keys:
+            planes["k"] = (self.heads, self.dim, main)
         if self.rope_dim:
             planes["k_rope"] = (self.heads, self.rope_dim, self.dtype)
-        if not self.is_latent:
+        if self.has_keys and not self.is_latent:
             planes["v"] = (self.heads, self.value_dim, main)
-        if self.storage_dtype is not None:
+        if self.has_keys and self.storage_dtype is not None:
             planes["k_scale"] = (self.heads, 0, torch.float32)
             if not self.is_latent:
                 planes["v_scale"] = (self.heads, 0, torch.float32)
@@ -213,10 +238,11 @@ class KVView:
 
     The tensors ``k``, ``k_rope``, ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
     contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``index`` and
-    ``index_scale`` have the index keys in the same pages; attention does not read them. ``table`` int32
-    ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
-    garbage. Only keys in ``[starts[b], lengths[b])`` can be visible. The queries are the last tokens of each
-    sequence: ``s`` of them in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
+    ``index_scale`` have the index keys in the same pages; attention does not read them. If a layer stores
+    nothing else, ``k`` and ``v`` are ``index``. ``table`` int32 ``[b, n]`` gives the page of each *absolute*
+    page index; entries outside ``[starts, lengths)`` may hold garbage. Only keys in ``[starts[b],
+    lengths[b])`` can be visible. The queries are the last tokens of each sequence: ``s`` of them in a dense
+    call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed call.
     ``schedule`` divides sequences into splits on a GPU. A ``split_size`` above 0 fixes the size of every
     split. Splits are then merged in order, so that no bit of a result depends on the rest of the batch.
 
@@ -263,20 +289,19 @@ class KVView:
             object.__setattr__(self, "route", self.route.after_replace())
         if not check:
             return
-        if (
-            not isinstance(self.k, Tensor)
-            or not isinstance(self.lengths, Tensor)
-            or not isinstance(self.table, Tensor)
-        ):
+        if not all(isinstance(x, Tensor) for x in (self.k, self.lengths, self.table)):
             raise TypeError(
                 "k, lengths, table: expected tensors, as append() and view() of a cache give them"
             )
         (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
         if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
             raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
+        if not self.layout.has_keys and not (self.k is self.index and self.v is self.index):
+            raise ValueError("k: expected index itself, and so for v, since the layout stores nothing else")
+        same = OF_VALUES if self.layout.is_latent else () if self.layout.has_keys else ("k", "v")
         for name in PLANES:
             x = getattr(self, name)
-            if self.layout.is_latent and name in OF_VALUES:
+            if name in same:
                 continue
             if name in planes:
                 heads, width, dtype = planes[name]

@@ -58,7 +58,7 @@ class LayerCache:
 
     def append(
         self,
-        k: Tensor,
+        k: Tensor | None,
         v: Tensor | None = None,
         *,
         angles: Angles | None = None,
@@ -70,8 +70,8 @@ class LayerCache:
         latent storage, ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]``, and ``angles`` rotate
         ``k_rope``, which is None if the layout has ``rope_dim=0``. ``index`` has the index keys ``[b, s,
         index_heads, index_dim]`` or packed, already rotated. A layout with ``index_dim`` needs them, and any
-        other refuses them. A second call in the same step overwrites the tokens. Under ``torch.autocast``, k,
-        v and index keys are cast to the layout's dtype.
+        other refuses them. For a layout of index keys only, k is None. A second call in the same step
+        overwrites the tokens. Under ``torch.autocast``, k, v and index keys are cast to the layout's dtype.
 
         Raises:
             RuntimeError: outside a step, in a ``read``, or with another rotary convention than in the first
@@ -79,6 +79,8 @@ class LayerCache:
             ValueError, TypeError: shapes, dtype or device do not fit the layout.
             NotImplementedError: k, v or index requires a gradient, which a cache does not have.
         """
+        if not self.layout.has_keys:
+            return self._append_index(k, v, index)
         key = self._key(k, v, angles, index)
         if key is None or (write := cached_write(self._view, self._slots, key)) is None:
             self._write(k, v, angles, index)
@@ -115,7 +117,7 @@ class LayerCache:
         keys[row, at] = new.where((at >= view.starts[row])[..., None, None], 0)
         return keys
 
-    def store_index(self, new: Tensor) -> KVView:
+    def store_index(self, new: Tensor | None) -> KVView:
         """Write only this step's index keys, and return the view with them.
 
         ``append`` still needs them, and writes them once more. ``new`` and errors are those of
@@ -124,7 +126,16 @@ class LayerCache:
         write_index(self._view, self._new_index(new), self._slots)
         return self._view
 
-    def _new_index(self, new: Tensor) -> Tensor:
+    def _append_index(self, k: Tensor | None, v: Tensor | None, index: Tensor | None) -> KVView:
+        """Append to a layer that stores index keys only."""
+        if k is not None or v is not None:
+            got = came(v if k is None else k)
+            raise ValueError(f"k, v: expected None, since the layout stores index keys only, got {got}")
+        self._appended_view = self.store_index(index)
+        self.appended = True
+        return self._appended_view
+
+    def _new_index(self, new: Tensor | None) -> Tensor:
         """Validate the index keys of this step's tokens."""
         if self._slots is None:
             self._refuse_append()
@@ -275,6 +286,8 @@ class LayerCache:
     def _prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
         """Build the view for steps of one shape. The cache calls this method when the shape changes."""
         planes = dict(self.planes)
+        if not self.layout.has_keys:
+            planes["k"] = planes["v"] = planes["index"]
         if self.layout.is_latent:
             planes["v"] = planes["k"]
             if "k_scale" in planes:

@@ -223,6 +223,11 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
         refuse_tensor("q", q)
     layout = kv.layout
+    if not layout.has_keys:
+        raise ValueError(
+            "kv: expected a layer with keys, got one that stores index keys only; pass the view of the layer "
+            "whose keys it reads"
+        )
     known = {"b": kv.lengths.shape[0], "d": layout.dim + layout.rope_dim}
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:

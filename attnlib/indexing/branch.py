@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rope.rope import Angles, rotate
+from ..rope.scaling import scaled_by_position
 from .indexer import Indexer
 
 
@@ -142,9 +143,7 @@ class IndexBranch(nn.Module):
         queries = queries if self.q_norm is None else _normed(self.q_norm, queries)
         if self.query_scale is None:
             return queries
-        steps = torch.log1p(positions.to(torch.promote_types(queries.dtype, torch.float32)))
-        factors = steps[..., None] * self.query_scale + self.query_bias
-        return (queries * factors[..., None]).to(queries.dtype)
+        return scaled_by_position(queries, positions, self.query_scale, self.query_bias)
 
     def _finished(self, keys: Tensor, angles: Angles | None) -> Tensor:
         keys = _normed(self.k_norm, keys)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..indexing import Chosen, Indexer, IndexTensors, StoredKeys, choose, reads_stored
 from ..internal.checks import came, is_recorded
-from ..kv import KVView
+from ..kv import KVLayout, KVView
 from ..masks.band import CAUSAL, FULL, AnyMask, refuse_mask
 from ..rope.rope import Angles
-from .inputs import Inputs
+from .inputs import Inputs, computed_dtype
 from .positions import angles_of, positions_of, sequence_of
+from .shared_keys import refuse_own_keys
 
 REFUSED_RANKS = (
     "context_parallel: expected None with select=, since a rank has the index keys of its own tokens only; "
@@ -33,11 +34,6 @@ def check_select(
         return
     if not isinstance(select, Indexer):
         raise TypeError(f"select: expected an Indexer or None, got {type(select).__name__}")
-    if not layer.own_keys:
-        raise ValueError(
-            "own_keys: expected True with select=, since index keys are stored with the layer's own keys, "
-            "got False; make the layer without select=, and pass it selected= of another layer"
-        )
     if layer.mask != CAUSAL:
         raise ValueError(
             "mask: expected CAUSAL with select=, since an index branch chooses among all keys up to a "
@@ -62,6 +58,43 @@ def check_select(
 def index_sizes(select: Indexer | None) -> dict[str, int]:
     """Return the options of a KVLayout that store the index keys of a branch."""
     return {} if select is None else {"index_dim": select.head_dim}
+
+
+def index_layout(layer: nn.Module) -> KVLayout:
+    """Return the cache layout of a layer without keys of its own, which stores the keys of its index branch.
+
+    Raises:
+        ValueError: the layer has no index branch.
+    """
+    refuse_own_keys(layer.select is not None)
+    dtype = computed_dtype(layer.indexer.k_proj.weight)
+    return KVLayout.index_only(**index_sizes(layer.select), dtype=dtype)
+
+
+def check_index_cache(layer: nn.Module, given: Inputs) -> None:
+    """Raise ValueError unless ``kv`` stores what the layer appends, and ``keys`` are of the same step.
+
+    A layer that reads the keys of another one appends its index keys only.
+    """
+    kv, keys, reads = given.kv, given.keys, layer.select is not None and not layer.own_keys
+    if kv is not None and kv.layout.has_keys == reads:
+        stored = ("index keys only", "own keys")
+        raise ValueError(
+            f"kv: expected a layer that stores {stored[not reads]}, got one that stores {stored[reads]}; "
+            "make the cache with the kv_layout of each layer"
+        )
+    if not reads or keys is None:
+        return
+    if kv is None and isinstance(keys, KVView) and given.selected is None:
+        raise ValueError(
+            "kv: expected the cache of this layer's index keys with keys= of a cache, got None; pass kv=, or "
+            "selected= of another layer"
+        )
+    if kv is not None and getattr(keys, "step", None) is not kv.info:
+        raise ValueError(
+            "keys: expected the view() of a layer in the same cache step as kv=, since both must have the "
+            f"same tokens, got another {type(keys).__name__}; pass keys=layers[owner].view()"
+        )
 
 
 def given_choice(selected: Chosen | Tensor, own: Indexer | None) -> Chosen:
@@ -149,7 +182,7 @@ def _check_chooses(given: Inputs) -> None:
             f"does not know the mask, got {given.mask.spelled}; pass selected=, pack sequences with "
             "cu_seqlens=, or pad them on one side"
         )
-    if given.context is not None or isinstance(given.keys, KVView):
+    if given.context is not None or (isinstance(given.keys, KVView) and given.kv is None):
         name = "keys" if given.context is None else "context"
         raise NotImplementedError(
             f"{name}: expected keys of the tokens of x in a layer that chooses its keys, since it scores "

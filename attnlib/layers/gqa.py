@@ -18,7 +18,7 @@ from ..rope.scaling import QueryTemperature
 from ..scores import Score, ScoreFunction
 from .attending import attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
-from .choices import index_sizes
+from .choices import index_layout, index_sizes
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check_options, check_rope, check_stored, computed_dtype
 from .parameters import (
@@ -66,7 +66,8 @@ class GroupedQueryAttention(SelectingLayer):
         norm_eps: the epsilon of these norms.
         gate: multiplies the output of attention before the output projection.
         own_keys: False for a layer that attends to the keys of another layer, given by ``keys=`` in each
-            call. It has no k_proj, v_proj, k_norm and v_norm, and stores nothing in a cache.
+            call. It has no k_proj, v_proj, k_norm and v_norm, and stores nothing in a cache but the index
+            keys of ``select``.
         values: "keys" makes values of the output of k_proj, before k_norm and rope (as in Gemma 4): v_norm,
             an RMS norm without weights, of each head. There is no v_proj, and caches store keys and values.
             None means that v_proj makes the values.
@@ -215,7 +216,8 @@ class GroupedQueryAttention(SelectingLayer):
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of this layer's KV cache on this rank, with autocast's dtype within torch.autocast."""
-        refuse_own_keys(self.own_keys)
+        if not self.own_keys:
+            return index_layout(self)
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         heads = share.stored_heads(weight.shape[0] // self.head_dim, self.num_kv_heads)
         kept = dict(zip(("window", "first_tokens"), self.mask.kept, strict=True)) | index_sizes(self.select)
@@ -281,7 +283,8 @@ class GroupedQueryAttention(SelectingLayer):
         - ``keys`` are those of another layer for the tokens of x: its ``key_value(x, angles)``, or in a cache
           step its ``view()``. Gradients flow to the other layer. The layer that owns keys takes them too, so
           that they are projected once.
-        - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it.
+        - ``kv`` is this layer's entry of a cache step. The tokens of x are appended to it. A layer without
+          keys of its own takes it only if it has an index branch, beside ``keys``, and appends index keys.
         - ``attention_mask`` ``[b, t]`` is True for tokens and False for padding of a dense x, or of its
           context. ``key_starts`` and ``key_ends`` int32 ``[b]`` say the same if padding has no holes; with
           them, the host does not wait for the device.

@@ -22,7 +22,7 @@ from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import AttentionCall, attention_call
 from .captured import CapturedTensors, captured_by_mask, captured_by_score
-from .choices import index_sizes
+from .choices import index_layout, index_sizes
 from .context_parallel import ContextParallel
 from .inputs import Inputs, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
@@ -54,7 +54,8 @@ class MultiHeadLatentAttention(SelectingLayer):
     ``qk_rope_head_dim=0`` makes a layer without rope. ``temperature`` scales queries by their positions,
     and ``gate`` multiplies the heads' outputs before o_proj by factors that g_proj computes from the input.
     ``own_keys=False`` makes a layer that attends to the latents of another layer, given by ``keys=``. It has
-    no kv_a_proj_with_mqa and kv_a_layernorm, and expands the latents with its own kv_b_proj.
+    no kv_a_proj_with_mqa and kv_a_layernorm, and expands the latents with its own kv_b_proj. With ``select``,
+    it stores index keys only.
     With YaRN, the layer multiplies ``scale`` by ``rope.latent_scale``, DeepSeek's factor ``mscale * mscale``:
     a ``scale`` that you pass must not contain it.
     ``select`` gives the layer an index branch, as in DeepSeek-V3.2. Calls over selected keys run absorbed.
@@ -166,7 +167,8 @@ class MultiHeadLatentAttention(SelectingLayer):
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of this layer's KV cache, with autocast's dtype within torch.autocast."""
-        refuse_own_keys(self.own_keys)
+        if not self.own_keys:
+            return index_layout(self)
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         kept = {"window": window, "first_tokens": first} | index_sizes(self.select)

@@ -9,10 +9,18 @@ from ..cache.kv_cache import LayerCache
 from ..call.call import Call
 from ..dispatch.run import Interceptor, attend
 from ..indexing import Chosen, IndexBranch, Indexer, MainAttention, index_loss
+from ..internal.checks import came
 from ..internal.signatures import kind
 from ..masks.band import AnyMask
 from ..rope.rope import Angles, Rope
-from .choices import check_select, chosen_by, given_choice, index_keys_of, index_tensors_of
+from .choices import (
+    check_index_cache,
+    check_select,
+    chosen_by,
+    given_choice,
+    index_keys_of,
+    index_tensors_of,
+)
 from .inputs import Inputs, check
 from .inspected import InspectedLayer, copied
 from .padding import without_padding
@@ -29,6 +37,7 @@ class SelectingLayer(InspectedLayer):
     mask: AnyMask
     rope: Rope | None
     dropout_p: float
+    own_keys: bool
     select: Indexer | None
     indexer: IndexBranch | None
 
@@ -98,6 +107,7 @@ class SelectingLayer(InspectedLayer):
         x: Tensor,
         *,
         selected: Chosen | Tensor | None = None,
+        keys: tuple[Tensor, Tensor | None] | None = None,
         positions: Tensor | None = None,
         angles: Angles | None = None,
         cu_seqlens: Tensor | None = None,
@@ -126,8 +136,12 @@ class SelectingLayer(InspectedLayer):
                 f"selected: expected lists of this layer's blocks, block_size={self.select.block_size}, got "
                 f"block_size={chosen.block_size}; pass what its choose() returns"
             )
+        if keys is not None and not isinstance(keys, tuple):
+            raise TypeError(f"keys: expected tensors of x's tokens for index_loss(), got {came(keys)}")
+        if isinstance(angles, Angles):
+            angles = Angles(angles.cos.detach(), angles.sin.detach(), angles.interleaved)
         of_x = {"positions": positions, "angles": angles, "cu_seqlens": cu_seqlens}
-        main = self._main_attention(x, chosen, of_x)
+        main = self._main_attention(x, chosen, of_x | {"keys": keys})
         given = self._validated(x, Inputs(**of_x))
         tensors = index_tensors_of(self, x, given, angles_of(self.rope, x, given))
         return index_loss(
@@ -164,6 +178,7 @@ class SelectingLayer(InspectedLayer):
         """Validate the arguments of forward, and return them with bounds of padding and depths."""
         given = without_padding(x, given)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.first_projection)
+        check_index_cache(self, given)
         return with_depths(self, x, given)
 
     def _selecting(
@@ -171,7 +186,8 @@ class SelectingLayer(InspectedLayer):
     ) -> tuple[Inputs, Tensor | None]:
         """Return the inputs with the mask of the selected keys, and the index keys to append to a cache.
 
-        ``latent`` is the q latent, if the layer has computed it already.
+        A layer without keys of its own appends them here. ``latent`` is the q latent, if the layer has
+        computed it already.
         """
         if given.selected is self.indexer is None:
             return given, None
@@ -184,6 +200,8 @@ class SelectingLayer(InspectedLayer):
             if self.indexer is not None and given.kv is not None and index_keys is None:
                 index_keys = index_keys_of(self, x, given, angles)
             index_keys = None if given.kv is None or index_keys is None else index_keys[..., None, :]
+            if index_keys is not None and not self.own_keys:
+                given.kv.append(None, index=index_keys)
         if chosen.indices is not None:
             mask = chosen.mask if given.mask is None else given.mask & chosen.mask
             given = given._replace(mask=mask)

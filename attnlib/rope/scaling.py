@@ -243,6 +243,13 @@ class QueryTemperature:
         return (q * (1 + float(self.weight) * torch.log1p(steps))).to(q.dtype)
 
 
+def scaled_by_position(q: Tensor, positions: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return q ``[..., h, d]`` times ``scale_h * ln(i + 1) + bias_h``, at integer positions i ``[...]``."""
+    steps = torch.log1p(positions.to(torch.promote_types(q.dtype, torch.float32)))
+    factors = steps[..., None] * scale + bias
+    return (q * factors[..., None]).to(q.dtype)
+
+
 Scaling = (
     LinearScaling
     | NTKScaling

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlamaModel,
@@ -240,6 +241,18 @@ RECENT = MappingProxyType(
         | INDEXED
         | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
         "minimax_m3_vl_text": BLOCKED | {"index_block_size": 32},  # alone, so that padding may be anywhere
+        # Layers 2 and 3 read the latents of layers 0 and 1, and layer 2 the choice of layer 1, too.
+        "mistral_large4_text": {name: x for name, x in LATENT.items() if name != "q_lora_rank"}
+        | INDEXED
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "first_k_dense_replace": 4,
+            "rms_norm_eps": 0.01,  # of latents, not of the index branch
+            "rope_parameters": YARN,
+        },
         "youtu": LATENT | {"pad_token_id": None},  # loading a folder clears the embedding of padding
         "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
         "granitemoehybrid": EXPERTS
@@ -319,10 +332,12 @@ EYES = {
     "num_position_embeddings": 16,
     "image_size": 16,
 }  # fmt: skip
+PIXTRAL = {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2}
 # The vision-language model that each text model without one of its own belongs to.
 SEEING = MappingProxyType(
     {
         "step3p5": "step3p7",
+        "mistral_large4_text": "mistral_large4",
         "qwen3_5_text": "qwen3_5",
         **{
             name: name.removesuffix("_text")
@@ -355,8 +370,10 @@ def small(family: str) -> torch.nn.Module:
 def seeing(family: str, text: PreTrainedConfig) -> torch.nn.Module:
     """A vision-language model with this text model and a small vision encoder."""
     make = CONFIG_MAPPING[family]
-    known = make.sub_configs["vision_config"]().to_dict()
-    vision = {name: x for name, x in EYES.items() if name in known}
+    sees = make.sub_configs["vision_config"]
+    eyes, sees = (EYES | PIXTRAL, CONFIG_MAPPING["pixtral"]) if sees is AutoConfig else (EYES, sees)
+    known = sees().to_dict()
+    vision = {name: x for name, x in eyes.items() if name in known}
     vision |= {"out_hidden_size": text.hidden_size} if "out_hidden_size" in known else {}
     config = make(**TOKENS, text_config=text.to_dict(), vision_config=vision)
     return AutoModelForImageTextToText.from_config(config)

@@ -3,10 +3,10 @@
 from types import MappingProxyType
 
 import torch
-from layer_helpers import grouped, latent
+from layer_helpers import Stack, grouped, latent
 from torch import Tensor, nn
 
-from attnlib import Indexer, Rope
+from attnlib import Indexer, Rope, shared_angles
 from attnlib.indexing import Chosen
 
 T = 37
@@ -33,13 +33,36 @@ def make(name: str, select: Indexer | None = None, **options) -> nn.Module:
     return grouped(select=select, **options)
 
 
-def choosing(name: str, **options) -> nn.Module:
+def choosing(name: str, seed: int = 1, **options) -> nn.Module:
     """A layer whose index branch has weights that spread the scores."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     layer = make(name, INDEXERS[name], **options)
     for parameter in layer.indexer.parameters():
         nn.init.normal_(parameter)
     return layer
+
+
+class Reading(Stack):
+    """An owner of keys that chooses, and layers that read its keys and choose by index branches of their own.
+
+    ``kv`` has an entry for each layer.
+    """
+
+    def __init__(self, name: str, readers: int = 2, **options):
+        super().__init__(*(choosing(name, i, own_keys=i == 0, **options) for i in range(readers + 1)))
+
+    def forward(self, x: Tensor, kv=None, **inputs) -> Tensor:
+        owner, *readers = self.layers
+        if kv is None:
+            [angles] = shared_angles([owner], x, cu_seqlens=inputs.get("cu_seqlens"))
+            keys = (owner.latent if hasattr(owner, "latent") else owner.key_value)(x, angles)
+            x = x + owner(x, keys=keys, **inputs)
+        else:
+            x = x + owner(x, kv=kv[0])
+            keys = kv[0].view()
+        for i, reader in enumerate(readers, 1):
+            x = x + reader(x, keys=keys, kv=None if kv is None else kv[i], **inputs)
+        return x
 
 
 def without_branch(layer: nn.Module, name: str, **options) -> nn.Module:

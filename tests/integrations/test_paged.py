@@ -29,7 +29,9 @@ def paged(model, **options) -> hf.PagedCache:
 
 def pair_of(family: str, way: str = "layers"):
     eager, ours = both(family, way)
-    return eager, hf.absorb(ours) if way == "attention" and hasattr(ours.config, "kv_lora_rank") else ours
+    return eager, hf.absorb(ours) if way == "attention" and hasattr(
+        ours.config.get_text_config(), "kv_lora_rank"
+    ) else ours
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,6 @@
-"""Families whose layers choose their keys: DeepSeek-V3.2, and GLM-5, whose layers share choices."""
+"""Families whose layers choose their keys: DeepSeek-V3.2, GLM-5, whose layers share choices, and Mistral
+Large 4, whose layers share latents, too.
+"""
 
 import copy
 
@@ -9,12 +11,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 
 from attnlib import packing
+from attnlib.indexing import IndexBranch
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.attention import attention_forward
 from attnlib.integrations.transformers.selecting import ReplacedSelectingAttention, visible_of
 from tests.integrations.test_transformers import agree, both, gradients, tokens
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")
 TOP = INDEXED["index_topk"]
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
 OPTIONS |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
@@ -33,6 +36,10 @@ def of_way(family: str, way: str):
     return eager, hf.absorb(ours)
 
 
+def branches_of(model) -> list[IndexBranch]:
+    return [module for module in model.modules() if isinstance(module, IndexBranch)]
+
+
 def paged(model) -> hf.PagedCache:
     return hf.PagedCache(model, pages=96, page_size=4, max_sequences=8)
 
@@ -45,9 +52,8 @@ def test_prompts_shorter_and_longer_than_a_list(family, tokens_of_prompt):
     ids = tokens(eager, 2, tokens_of_prompt)
     expected = eager(ids).logits
     agree(ours(ids).logits, expected)
-    for layer in ours.model.layers:  # dense attention would compute something else
-        if layer.self_attn.layer.indexer is not None:
-            layer.self_attn.layer.indexer.q_proj.weight.neg_()
+    for branch in branches_of(ours):  # dense attention would compute something else
+        branch.q_proj.weight.neg_()
     is_same = torch.allclose(ours(ids).logits, expected, atol=1e-3)
     assert is_same == (tokens_of_prompt <= TOP)
 

@@ -190,8 +190,8 @@ def test_checkpoints_of_layers(way):
 def test_half_precision_is_no_worse_than_theirs(pair):
     """Against fp32, beside which both err a thousand times more."""
     eager, ours = pair
-    if any("experts" in name for name, _ in eager.named_parameters()):
-        pytest.skip("a token that goes to another expert hides what attention loses")
+    if any("experts" in name or "indexer" in name for name, _ in eager.named_parameters()):
+        pytest.skip("a token that goes to another expert, or sees another key, hides what attention loses")
     torch.manual_seed(1)
     ids = tokens(eager, 6)
     exact = eager(ids).logits.double()

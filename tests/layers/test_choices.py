@@ -39,9 +39,6 @@ REFUSALS = {
         lambda: latent(**LATENT, select=GROUP), ValueError, "per='all' in a latent layer",
     ),
     "a window": (lambda: grouped(mask=sliding(3), select=INDEXERS["of x"]), ValueError, "mask: .*CAUSAL"),
-    "the keys of another": (
-        lambda: grouped(own_keys=False, select=INDEXERS["of x"]), ValueError, "own_keys: expected True",
-    ),
     "a mask": (lambda: choosing("of x")(tokens(1, T), mask=sliding(3)), NotImplementedError, "mask: .*None"),
     "no mask": (lambda: choosing("of x")(tokens(1, T), mask=3), TypeError, "mask"),
     "holes": (

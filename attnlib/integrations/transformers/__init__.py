@@ -43,7 +43,7 @@ def absorb(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model has no MLA layer.
-        NotImplementedError: its layers select keys with an indexer other than DeepSeek-V3.2's or GLM-5's.
+        NotImplementedError: its layers select keys with an indexer of a family that attnlib does not know.
     """
     register()
     keep_latents(model, NAME)

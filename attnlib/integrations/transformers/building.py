@@ -100,6 +100,12 @@ def layer_type(config: Any, index: int) -> str:
     return "full_attention" if types is None else types[index]
 
 
+def shared_as(config: Any, index: int) -> str:
+    """Return the name under which a layer shares keys with later ones, or reads those of an earlier one."""
+    sources = getattr(config, "kv_source_layers", None)
+    return layer_type(config, index) if sources is None else f"layer {sources[index]}"
+
+
 def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     """Return the rotary embedding of a layer, or None if the layer has none."""
     if family.rope is None or not _rotates(family, config, index):
@@ -127,7 +133,8 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     is_interleaved = (
         getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
     )
-    return Rope(width, fields["rope_theta"], scaling, is_interleaved, _axes(family, fields, width // 2))
+    axes = _axes(family, fields, width // 2)
+    return family.rope_class(width, fields["rope_theta"], scaling, is_interleaved, axes)
 
 
 def _axes(family: Family, fields: Mapping[str, Any], pairs: int) -> Axes | None:
@@ -173,7 +180,7 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
         or index < config.num_hidden_layers - getattr(config, family.shared),
         "values": "keys" if _has_values_of_keys(family, config, index) else None,
         "select": indexer_of(family, config, index),
-        **({} if family.options is None else family.options(config, index)),
+        **options_of(family, config, index),
         **options,
     }
     value_scale = _value(config, family.value_scale)
@@ -202,10 +209,18 @@ def _has_values_of_keys(family: Family, config: Any, index: int) -> bool:
 
 
 def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
-    options |= {name: getattr(config, name) for name in SIZES}
+    options |= {name: getattr(config, name, None) for name in SIZES}
     options |= {"bias": _value(config, family.bias), "norm_eps": _value(config, family.norm_eps)}
-    options["select"] = indexer_of(family, config, index)
-    return MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
+    options |= {"select": indexer_of(family, config, index)} | options_of(family, config, index)
+    layer = MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
+    if family.finish is not None:
+        family.finish(layer, config, {name: options.get(name) for name in ("device", "dtype")})
+    return layer
+
+
+def options_of(family: Family | None, config: Any, index: int) -> dict[str, Any]:
+    """Return the arguments of a layer that only a function of its family knows."""
+    return {} if family is None or family.options is None else family.options(config, index)
 
 
 def indexer_of(family: Family | None, config: Any, index: int) -> Indexer | None:

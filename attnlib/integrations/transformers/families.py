@@ -18,6 +18,12 @@ from .family import (
     mistral_temperature,
     stored,
 )
+from .mistral_large import (
+    LearntRope,
+    finish_mistral_large,
+    mistral_large_indexer,
+    mistral_large_options,
+)
 from .norms import BiasedLayerNorm, HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
 LATENT = alike(
@@ -142,6 +148,26 @@ MINIMAX_M3 = Family(
         "rotary_dim",  # which transformers ignores
     ),
 )
+# Mistral Large 4: layers of DeepSeek-V3.2 without a q latent, some of which read latents of earlier ones.
+MISTRAL_LARGE = replace(
+    SPARSE,
+    weights=(
+        *(names for names in SPARSE.weights if not names[0].startswith(("q_a_", "q_b_"))),
+        *alike("indexer.q_input_norm"),
+        ("indexer.softmax_scaling.scale", ("indexer.query_scale",)),
+        ("indexer.softmax_scaling.bias", ("indexer.query_bias",)),
+        ("softmax_scaling.scale", ("temperature.scale",)),
+        ("softmax_scaling.bias", ("temperature.bias",)),
+    ),
+    rope_layers="no_rope_layers",
+    rope_class=LearntRope,
+    options=mistral_large_options,
+    select=mistral_large_indexer,
+    finish=finish_mistral_large,
+    reads=(*SPARSE.reads, "indexer_types", *SHARES, "kv_source_layers"),
+    returns=3,
+)
+
 
 BERT = replace(
     stored("bert"),
@@ -393,6 +419,7 @@ FAMILIES = MappingProxyType(
             reads=(*SPARSE.reads, "indexer_types", *SHARES),
             returns=3,
         ),
+        ("mistral_large4_text", "self"): MISTRAL_LARGE,
         ("bamba", "self"): Family(rotates_part=True, reads=("attn_layer_indices",)),
         ("jamba", "self"): replace(
             stored("jamba"), bias=False, output_bias=False, reads=("attn_layer_period", "attn_layer_offset")

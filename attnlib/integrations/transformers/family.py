@@ -35,6 +35,7 @@ class Family(AttentionStorage):
     norm_if: str | None = None
     norm_eps: str | float = "rms_norm_eps"
     norm_after_rope: bool = False
+    rope_class: type[Rope] = Rope
     # A function of the config and a layer number that tells which layers have a rope, if rope_layers cannot.
     rotates: Callable[[Any, int], bool] | None = None
     window: str | None = None  # config field that says which layers have a window
@@ -57,6 +58,8 @@ class Family(AttentionStorage):
     # A function of the config, a layer number and the layer's rope that returns the layer's Indexer. None
     # is returned for a layer that reads the choice of an earlier one.
     select: Callable[[Any, int, Rope], Indexer | None] | None = None
+    # A function of a latent layer, the config, and the dtype and device, which changes the layer in place.
+    finish: Callable[[nn.Module, Any, dict[str, Any]], None] | None = None
     counts_padding: bool = False  # True if the temperature counts padding tokens as positions
     dropout: str | None = "attention_dropout"  # None: the family has no dropout
     residual_dropout: str | None = None
@@ -142,7 +145,12 @@ def minimax_indexer(config: Any, index: int, rope: Rope) -> Indexer | None:
 
 
 def glm_indexer(config: Any, index: int, rope: Rope) -> Indexer | None:
-    """Return the index branch of a GLM-5 layer, or None if the layer reads the choice of an earlier one.
+    """Return the index branch of a GLM-5 layer, or None if the layer reads the choice of an earlier one."""
+    return replace(deepseek_indexer(config, index, rope), rope=rope) if has_indexer(config, index) else None
+
+
+def has_indexer(config: Any, index: int) -> bool:
+    """True if a layer has an index branch; False if it reads the choice of an earlier layer.
 
     Raises:
         NotImplementedError: the first layer has no branch, or a type is unknown.
@@ -152,6 +160,4 @@ def glm_indexer(config: Any, index: int, rope: Rope) -> Indexer | None:
         raise NotImplementedError(
             f"indexer_types: expected 'full' or 'shared', and 'full' for the first layer, got {kinds}"
         )
-    if kinds[index] == "shared":
-        return None
-    return replace(deepseek_indexer(config, index, rope), rope=rope)
+    return kinds[index] == "full"

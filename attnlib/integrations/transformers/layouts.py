@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...kv import KVLayout
 from ...layers.choices import index_sizes
-from .building import indexer_of
+from .building import indexer_of, options_of
 from .families import FAMILIES
 from .latents import SIZES, keeps_latents
 from .own import FORMS
@@ -45,7 +45,6 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
     layouts, options = [], {"dtype": model.dtype, "storage_dtype": storage_dtype}
     family = FAMILIES.get((config.model_type, "self"))
-    given = (lambda *_: {}) if family is None or family.options is None else family.options
     per_layer = getattr(config, "per_layer_config", [config] * len(kinds))
     for index, (of_layer, kind, mode) in enumerate(zip(per_layer, kinds, modes, strict=True)):
         if kind in STATES or mode == "reuse":
@@ -56,10 +55,15 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
         of_keys = options | index_sizes(indexer_of(family, of_layer, index))
         if is_latent:
-            layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **of_keys))
+            if mode == "reuse_but_indexer":
+                index_keys = index_sizes(indexer_of(family, of_layer, index))
+                layouts.append(KVLayout.index_only(**index_keys, dtype=model.dtype))
+                continue
+            rope_dim = options_of(family, of_layer, index).get("qk_rope_head_dim", of_layer.qk_rope_head_dim)
+            layouts.append(KVLayout.latent(of_layer.kv_lora_rank, rope_dim, **of_keys))
             continue
         heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
-        heads = given(config, index).get("num_kv_heads", heads)
+        heads = options_of(family, config, index).get("num_kv_heads", heads)
         width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
         layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **of_keys))
     return layouts

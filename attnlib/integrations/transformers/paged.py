@@ -161,6 +161,9 @@ class PagedCache(StatefulCache):
             keys = StoredKeys.of(layer.store_index(new), t)
         elif self._length:
             keys = layer.index_keys(new, t)[:, :, 0]
+        if not layer.layout.has_keys:
+            layer.append(None, index=new)
+            return keys
         if index not in self._waiting:
             self._index[index] = new
             return keys

@@ -12,7 +12,7 @@ from ...layers.tensor_parallel import share_of
 from ...masks.band import Mask
 from ...rope.rope import Angles
 from .attention import attention_forward, check_arguments, refuse_weights
-from .building import layer_type
+from .building import shared_as
 from .family import Family
 from .latents import SIZES
 
@@ -57,8 +57,10 @@ class ReplacedAttention(nn.Module):
             key, value = self._stored(hidden_states, angles, cache, key_value_states)
         else:
             key, value = self._shared(shared)
-        if shared is not None:
-            shared[layer_type(self.config, self.layer_idx)] = key, value
+        modes = getattr(self.config, "kv_sharing_modes", None)
+        if shared is not None and (modes is None or modes[self.layer_idx] == "store"):
+            shared[shared_as(self.config, self.layer_idx)] = key, value
+        key, value = self._expanded(key, value)
         query = self._query(hidden_states, angles, positions)
         out = self._attend(query, key, value, mask if attention_mask is None else attention_mask, kwargs)
         if self.layer.gate is not None:
@@ -132,13 +134,17 @@ class ReplacedAttention(nn.Module):
         Raises:
             ValueError: the model shares none, as it calls this layer alone.
         """
-        kind = layer_type(self.config, self.layer_idx)
+        kind = shared_as(self.config, self.layer_idx)
         if not shared or kind not in shared:
             raise ValueError(
                 f"shared_kv_states: layer {self.layer_idx} reads the keys of an earlier {kind!r} layer, and "
                 "the model has passed none"
             )
         return shared[kind]
+
+    def _expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention takes, of what the layer stores."""
+        return key, value
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         """Return the two tensors ``[b, g, s, d]`` to store in the cache for the new tokens."""
@@ -172,10 +178,8 @@ class ReplacedLatentAttention(ReplacedAttention):
         k_rope = latent[..., :0] if k_rope is None else k_rope
         return latent[:, None], k_rope[:, None]
 
-    def _stored(
-        self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        latent, k_rope = super()._stored(x, angles, cache, source)
+    def _expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = key, value
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
         return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
 

@@ -21,11 +21,15 @@ ROTARIES = ("rotary_emb", "pos_emb")  # names of the module that computes a mode
 
 
 class ReplacedRotary(nn.Module):
-    """A module that computes rope angles once per step; ``ropes`` has the rope of each layer type."""
+    """A module that computes rope angles once per step; ``ropes`` has the rope of each layer type.
 
-    def __init__(self, ropes: Mapping[str, Rope]):
+    ``alpha`` is the parameter of a rope with learnt factors, :class:`.LearntRope`.
+    """
+
+    def __init__(self, ropes: Mapping[str, Rope], alpha: nn.Parameter | None = None):
         super().__init__()
         self.ropes: dict[str, Rope] = dict(ropes)
+        self.register_parameter("alpha", alpha)
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
@@ -35,7 +39,10 @@ class ReplacedRotary(nn.Module):
         This is a plain tuple of fp32 ``[b, s, p / 2]``, since Gemma 4 slices it.
         """
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
-        angles = angles_at(rope, position_ids)
+        if self.alpha is None:
+            angles = angles_at(rope, position_ids)
+        else:
+            angles = rope.learnt_angles(position_ids, self.alpha)
         return angles.cos, angles.sin
 
 
@@ -90,7 +97,7 @@ def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) 
             found.setdefault(id(config), {})[layer_type(config, index)] = rope
     for path, module in list(model.named_modules()):
         if path.rpartition(".")[2] in ROTARIES and id(getattr(module, "config", None)) in found:
-            put(model, path, ReplacedRotary(found[id(module.config)]))
+            put(model, path, ReplacedRotary(found[id(module.config)], getattr(module, "alpha", None)))
 
 
 def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:

@@ -42,9 +42,9 @@ class ReplacedChoosingAttention(ReplacedAttention):
         prev_topk_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return the output for ``hidden_states`` ``[b, s, m]``, and in GLM-5 also the lists of chosen keys.
+        """Return the output for ``hidden_states`` ``[b, s, m]``, and the lists that layers share, if any.
 
-        GLM-5 passes the lists to the next layer as ``prev_topk_indices``. If they are None, attention is
+        The model passes the lists to the next layer as ``prev_topk_indices``. If they are None, attention is
         dense.
         """
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
@@ -74,7 +74,7 @@ class ReplacedChoosingAttention(ReplacedAttention):
         if keys.shape[1] <= select.top * select.block_size:
             return None
         latent = self.layer.query_source(x) if select.source == "latent" else None
-        queries, _, weights = branch(x, latent, angles=angles)
+        queries, _, weights = branch(x, latent, angles=angles, positions=position_ids)
         return self._choice(IndexTensors(queries, keys, weights), mask, end)
 
     def _index_angles(self, embeddings: Any) -> Angles | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...models.families import fused, parted
 from .family import Family
 
-PARAMETERS = ("weight", "bias")
+PARAMETERS = (".weight", ".bias", "")  # "" for a parameter that the table names itself
 
 
 def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:
@@ -88,6 +88,6 @@ def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, lis
             yield from ((name, [name]) for name in parts if name in own)
             continue
         for parameter in PARAMETERS:
-            names = [f"{part}.{parameter}" for part in parts]
+            names = [part + parameter for part in parts]
             if all(name in own for name in names):
-                yield f"{module}.{parameter}", names
+                yield module + parameter, names
