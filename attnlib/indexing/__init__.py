@@ -1,8 +1,9 @@
 """Index branches, which choose the keys that a query attends to, and learn the choice.
 
 ``indexer.py`` describes a branch, ``branch.py`` has its weights, ``scores.py`` scores keys, ``choosing.py``
-lists the best ones, ``visible.py`` the best of those that a mask shows, ``chosen.py`` holds the lists for
-calls of layers, and ``loss.py`` trains the scores to follow the attention of the layer.
+lists the best ones, ``visible.py`` the best of those that a mask shows, ``compacted.py`` the best blocks of
+visible keys, ``chosen.py`` holds the lists for calls of layers, and ``loss.py`` trains the scores to follow
+the attention of the layer.
 """
 
 from .branch import IndexBranch as IndexBranch
@@ -10,6 +11,7 @@ from .branch import IndexTensors as IndexTensors
 from .choosing import choose as choose
 from .choosing import first_keys as first_keys
 from .chosen import Chosen as Chosen
+from .compacted import choose_compacted as choose_compacted
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss

@@ -126,12 +126,17 @@ class IndexBranch(nn.Module):
     def keys(self, x: Tensor, angles: Angles | None) -> Tensor:
         """Return only the index keys ``[..., dI]`` of x, those of :meth:`forward`."""
         keys = self.k_proj(x.detach())
-        return keys if self.indexer.norm_after_pool else self._finished(keys, angles)
+        return keys if self.indexer.norm_after_pool else self.finished(keys, angles)
 
     def finish(self, pooled: Tensor, positions: Tensor) -> Tensor:
         """Normalize pooled keys ``[..., n, dI]``, and rotate them; blocks begin at ``positions``."""
         rope = self.indexer.rope
-        return self._finished(pooled, None if rope is None else rope.angles(positions))
+        return self.finished(pooled, None if rope is None else rope.angles(positions))
+
+    def finished(self, keys: Tensor, angles: Angles | None) -> Tensor:
+        """Normalize keys ``[..., dI]`` and rotate them by ``angles``, None without a rope."""
+        keys = _normed(self.k_norm, keys)
+        return keys if angles is None else self._rotated(keys[..., None, :], angles)[..., 0, :]
 
     def extra_repr(self) -> str:
         return str(self.indexer)
@@ -144,10 +149,6 @@ class IndexBranch(nn.Module):
         if self.query_scale is None:
             return queries
         return scaled_by_position(queries, positions, self.query_scale, self.query_bias)
-
-    def _finished(self, keys: Tensor, angles: Angles | None) -> Tensor:
-        keys = _normed(self.k_norm, keys)
-        return keys if angles is None else self._rotated(keys[..., None, :], angles)[..., 0, :]
 
     def _rotated(self, x: Tensor, angles: Angles, gain: float = 1.0) -> Tensor:
         """Rotate heads, and multiply their rotated channels by ``gain``."""

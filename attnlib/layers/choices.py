@@ -203,6 +203,12 @@ def _positions(layer: nn.Module, x: Tensor, given: Inputs) -> Tensor:
     """
     if not layer.select.norm_after_pool:
         return positions_of(layer.rope, x, given, "the index branch")
+    has_axes, own = layer.rope is not None and layer.rope.axes is not None, (given.positions, given.angles)
+    if has_axes and any(x is not None for x in own):
+        raise NotImplementedError(
+            "positions: expected neither positions nor angles with norm_after_pool and a rope of several "
+            "axes, since pooled keys rotate at the storage index of their block, got some; pass selected="
+        )
     positions = positions_of(None, x, given._replace(positions=None, angles=None))
     if given.kv is None:
         return positions

@@ -351,6 +351,7 @@ UNCONVERTED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"), IS_LATENT),
         **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), IS_LATENT),
         **dict.fromkeys(("mistral_large4", "mistral_large4_text"), IS_LATENT),
+        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), CHOOSES_KEYS),
         **dict.fromkeys(("mistral4", "minicpm3"), IS_LATENT),
         **dict.fromkeys(("laguna", "step3p5", "step3p7"), HEADS_DIFFER),
         **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARES_KEYS),

@@ -86,6 +86,15 @@ ROPES = {  # of layers with and without a window
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+# A layer of linear attention, which also embeds n-grams, and two that choose three blocks of two keys.
+QWEN4 = EXPERTS | {
+    **HYBRID, "num_hidden_layers": 3, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 6, "indexer_compress_ratio": 2,
+    "rope_parameters": MROPE | {"partial_rotary_factor": 0.5},
+}  # fmt: skip
 # What the config of each family says beside the sizes, so that all that sets the family apart is at work.
 # fmt: off
 DECODERS = MappingProxyType(
@@ -293,6 +302,7 @@ RECENT = MappingProxyType(
         "qwen3_5_moe_text": EXPERTS
         | HYBRID
         | {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5}, "shared_expert_intermediate_size": 32},
+        "qwen4_exp_text": QWEN4,
         "qwen2_vl_text": WINDOWS | {"rope_parameters": MROPE},
         "qwen2_5_vl_text": WINDOWS | {"rope_parameters": MROPE},
         "qwen3_vl_text": {"head_dim": 8, "rope_parameters": MROPE},
@@ -339,6 +349,7 @@ SEEING = MappingProxyType(
         "step3p5": "step3p7",
         "mistral_large4_text": "mistral_large4",
         "qwen3_5_text": "qwen3_5",
+        "qwen4_exp_text": "qwen4_exp",
         **{
             name: name.removesuffix("_text")
             for name in RECENT

@@ -96,6 +96,8 @@ def test_text_and_images(family):
     theirs, mine, right = (gradients(model) for model in (eager, ours, exact))
     assert mine.keys() == right.keys()
     for name, x in right.items():
+        if not x.is_floating_point():  # the hashes of n-grams
+            continue
         noise = 1e-6 * x.norm() + 1e-7
         assert distances(mine[name], x) <= 3 * distances(theirs[name], x) + noise, name
 
@@ -199,7 +201,7 @@ def test_gates_and_heads_are_the_layers(family, index, heads, gate):
     assert (layer.num_heads, layer.gate) == (heads, gate)
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", [x for x in OURS if FAMILIES[x, "self"].select is None])
 @torch.no_grad()
 def test_a_layer_by_itself(family):
     """With a module's weights, it returns what the module does, at positions unlike those of text."""

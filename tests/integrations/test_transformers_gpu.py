@@ -34,7 +34,7 @@ def test_half_precision_is_no_worse_than_theirs(family, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, "qwen4_exp_text"])
 @torch.no_grad()
 def test_every_cache_gives_the_same_tokens(family, way):
     """Of a batch that is padded on the left, in fp32."""

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from . import attention, masks, trees
 from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, watch_choices, why_refused
 from .handed import HandedMask, handed
+from .means import ReplacedMeansAttention
 from .paged import NAME
 from .replacing import ReplacedAttention
 from .selecting import ReplacedSelectingAttention
@@ -31,6 +32,7 @@ OfConfigs = dict[int, tuple[ref[Any], Value]]  # values by id(config), as config
 # The meaning of a mask None is cached for this many pairs of query and key length per config, because
 # activation checkpointing reruns a layer long after its mask was made.
 MAX_LENGTHS = 1024
+SPARED = (ReplacedSelectingAttention, ReplacedMeansAttention)  # layers that take masks [b, t] as well
 
 
 class RegisteredFunctions:
@@ -329,7 +331,7 @@ def spare_masks(model: nn.Module) -> None:
     """Make no mask ``[b, 1, s, t]`` for replaced layers that choose their keys, if a smaller one will do."""
     ours = registered_functions()
     for module in model.modules():
-        if ours is not None and isinstance(module, ReplacedSelectingAttention):
+        if ours is not None and isinstance(module, SPARED):
             of_config(module.config, ours.choosing, set).add("layers")
 
 

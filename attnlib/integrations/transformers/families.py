@@ -16,6 +16,7 @@ from .family import (
     mimo_options,
     minimax_indexer,
     mistral_temperature,
+    qwen_indexer,
     stored,
 )
 from .mistral_large import (
@@ -85,6 +86,22 @@ SEES = Family(
 )
 QWEN3_VL = MappingProxyType({"norm": HeadRMSNorm, "axes": "interleaved", "sections": (24, 20, 20)})
 QWEN3_5 = MappingProxyType({**QWEN3_NEXT, "axes": "interleaved", "sections": (11, 11, 10)})
+# Qwen 4: layers with an index branch, whose queries and keys come from one projection.
+QWEN4 = replace(
+    stored("qwen3_5_text"),
+    **QWEN3_5,
+    weights=(
+        *stored("qwen3_5_text").weights,
+        ("indexer.index_qk_proj", ("indexer.q_proj", "indexer.k_proj")),
+        ("indexer.q_layernorm", ("indexer.q_norm",)),
+        ("indexer.k_layernorm", ("indexer.k_norm",)),
+    ),
+    share=1.0,
+    kinds=("indexed_attention",),
+    select=qwen_indexer,
+    reads=("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
+    fixed=(("indexer_kv_heads", 1),),
+)
 GLM4V = MappingProxyType({"output_bias": False, "axes": "blocks", "sections": (8, 12, 12)})
 GLM4V_SEES = replace(SEES, bias="attention_bias", output_bias=False, dropout="attention_dropout")
 ERNIE = MappingProxyType({"bias": "use_bias", "output_bias": "use_bias", "dropout": None})
@@ -223,6 +240,7 @@ FAMILIES = MappingProxyType(
         ("qwen3_next", "self"): replace(stored("qwen3_next"), **QWEN3_NEXT),
         ("qwen3_5_text", "self"): replace(stored("qwen3_5_text"), **QWEN3_5),
         ("qwen3_5_moe_text", "self"): replace(stored("qwen3_5_moe_text"), **QWEN3_5),
+        ("qwen4_exp_text", "self"): QWEN4,
         ("qwen2_vl_text", "self"): replace(stored("qwen2_vl_text"), **QWEN2_VL),
         ("qwen2_5_vl_text", "self"): replace(stored("qwen2_5_vl_text"), **QWEN2_VL),
         ("qwen2_vl_vision", "self"): replace(SEES, width="embed_dim", reads=("hidden_size",)),
@@ -231,6 +249,7 @@ FAMILIES = MappingProxyType(
         ("qwen3_vl_vision", "self"): SEES,
         ("qwen3_vl_moe_vision", "self"): SEES,
         ("qwen3_5_vision", "self"): SEES,
+        ("qwen4_exp_vision", "self"): SEES,
         ("qwen3_5_moe_vision", "self"): SEES,
         ("glm4v_vision", "self"): GLM4V_SEES,
         ("glm4v_moe_vision", "self"): GLM4V_SEES,

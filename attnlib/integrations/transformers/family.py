@@ -161,3 +161,19 @@ def has_indexer(config: Any, index: int) -> bool:
             f"indexer_types: expected 'full' or 'shared', and 'full' for the first layer, got {kinds}"
         )
     return kinds[index] == "full"
+
+
+def qwen_indexer(config: Any, index: int, rope: Rope) -> Indexer:
+    """Return the index branch of a Qwen 4 layer, which scores the means of blocks of keys."""
+    return Indexer(
+        heads=config.indexer_n_heads,
+        head_dim=config.indexer_head_dim,
+        top=config.indexer_budget // config.indexer_compress_ratio,
+        norms="rms",
+        weighted=False,
+        rope=replace(rope, axes=None),  # a layer by itself counts tokens from the start of storage
+        block_size=config.indexer_compress_ratio,
+        pool="mean",
+        norm_after_pool=True,
+        tail=True,
+    )

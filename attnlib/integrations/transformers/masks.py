@@ -75,6 +75,8 @@ def attention_mask(
         kept = {name: options[name] for name in ("use_vmap", "device") if name in options}
         return sdpa_mask(*sizes, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kept)
 
+    if not skips and hasattr(options.get("config"), "indexer_n_heads"):
+        return definition()  # Qwen 4's own indexer reads a mask [b, 1, s, t]
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     kinds, visible = (

@@ -328,6 +328,8 @@ class PagedCache(StatefulCache):
         """Make row i a copy of the old row ``rows[i]``; copies share pages, and unused old rows are freed."""
         self._close_step()
         self.select_states(rows)
+        for number in self._numbers:
+            self.layers[number].select_positions(rows)
         self._kv.release(*(handle for row, handle in enumerate(self.handles) if row not in rows))
         used: set[int] = set()
         chosen = []
@@ -352,6 +354,7 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, index: int):
         self._cache, self._index = cache, index
+        self._positions: Tensor | None = None
         super().__init__()
         self.is_initialized: bool = True
         self.is_croppable: bool = True
@@ -369,6 +372,21 @@ class PagedLayer(CacheLayerMixin):
         """Ignore the None that transformers assigns to a layer without tokens."""
 
     values = keys
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions ``[axes, b, t]`` of stored tokens, which Qwen 4 keeps here; None without tokens."""
+        stored = self.get_seq_length()
+        return self._positions[..., :stored] if stored and self._positions is not None else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def select_positions(self, rows: Sequence[int]) -> None:
+        """Make row i of the positions the old row ``rows[i]``."""
+        if self._positions is not None:
+            self._positions = self._positions[:, rows]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing, because the pages of the cache are allocated in advance."""

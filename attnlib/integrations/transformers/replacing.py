@@ -13,6 +13,7 @@ from ...rope.scaling import LongRoPEScaling
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES
 from .family import Family
+from .means import ReplacedMeansAttention
 from .replaced_layers import ReplacedAttention, ReplacedLatentAttention, ReplacedPackedAttention
 from .selecting import ReplacedSelectingAttention, ReplacedSelectingGroupedAttention
 from .weights import rename_loaded, rename_saved, theirs_of
@@ -135,6 +136,7 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     kind = ReplacedLatentAttention if family.is_latent else kind
     if family.select is not None:
         kind = ReplacedSelectingAttention if family.is_latent else ReplacedSelectingGroupedAttention
+        kind = ReplacedMeansAttention if layer.select is not None and layer.select.norm_after_pool else kind
     return kind(layer, family, config, index).train(module.training)
 
 

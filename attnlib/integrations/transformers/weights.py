@@ -1,6 +1,7 @@
 """Convert weight names and shapes between transformers' attention modules and attnlib's layers."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ def rename_saved(
     begin, heads = prefix + inner, owner.get_submodule(inner.removesuffix(".")).num_heads
     own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
     for name, names in _pairs(family, own):
-        state[prefix + name] = fused(family, [state.pop(begin + part) for part in names], heads).contiguous()
+        parts = [state.pop(begin + part) for part in names]
+        state[prefix + name] = fused(_storage(family, name), parts, heads).contiguous()
 
 
 def rename_loaded(
@@ -76,9 +78,13 @@ def _split(
     wanted = wanted[::-1] if family.is_transposed else wanted
     if x.shape != wanted:
         raise ValueError(f"{name}: expected {wanted} as the config says, got {tuple(x.shape)}")
-    return {
-        part: value.contiguous() for part, value in zip(shapes, parted(family, x, sizes, heads), strict=True)
-    }
+    found = parted(_storage(family, name), x, sizes, heads)
+    return {part: value.contiguous() for part, value in zip(shapes, found, strict=True)}
+
+
+def _storage(family: Family, name: str) -> Family:
+    """Return a family that stores the rows of a tensor as this one does; index branches have other heads."""
+    return replace(family, is_by_head=False) if name.startswith("indexer.") else family
 
 
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
