@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...indexing import Indexer
 from ...rope.rope import Angles, Rope
 from ...rope.scaling import scaled_by_position, scaling_of
-from .family import has_indexer
+from .indexers import has_indexer
 
 
 class LearntRope(Rope):
