@@ -9,6 +9,7 @@ from .branch import IndexBranch as IndexBranch
 from .branch import IndexTensors as IndexTensors
 from .choosing import choose as choose
 from .chosen import Chosen as Chosen
+from .chosen import keys_of as keys_of
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention
 from .loss import index_loss as index_loss
