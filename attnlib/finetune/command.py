@@ -149,8 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(report: Mapping[str, Any], out: Path) -> str:
     """Return the few lines that the command prints at the end of a run."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
-    scores = (f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})" for name in bits)
-    recall = ", ".join(f"{name} {x:.3f}" for name, x in report.get("mass_recall", {}).items())
+    scores = (
+        f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})" for name in NAMES if name in bits
+    )
+    shares = report.get("mass_recall", {})
+    recall = ", ".join(f"{name} {shares[name]:.3f}" for name in NAMES if name in shares)
     recall = f"\nmass recall of the chosen keys: {recall}" if recall else ""
     counts, run = report["parameters"], report["run"]
     speed = (

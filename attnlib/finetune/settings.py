@@ -105,9 +105,7 @@ class Settings:
                 "--select, or leave it out"
             )
         if self.keys is not None and self.lora is not None:
-            raise RequestError(
-                "--lora: expected none for index branches, which train whole; leave it out"
-            )
+            raise RequestError("--lora: expected none for index branches, which train whole; leave it out")
         if self.keys is not None and self.context <= self.keys:
             raise RequestError(
                 f"--context: expected more than the {self.keys} keys that index branches choose, got "
