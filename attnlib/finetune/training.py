@@ -116,7 +116,10 @@ def take_step(
 
 def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
     """Return the autocast context for the precision of the recipe."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
+    # Index branches choose without gradients before they learn. Some versions of torch would go on with the
+    # cached bf16 copies of their weights, which have no gradients then.
+    cached = recipe.index_rate is None
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half, cache_enabled=cached)
 
 
 def held_out_means(

@@ -147,6 +147,14 @@ def test_other_conversions_learn_too(folders, tmp_path, size, precision):
     assert len(changed(tmp_path / "own", tmp_path / "out")) > 8
 
 
+def test_index_branches_learn_over_chosen_keys_in_bf16(places, tmp_path):
+    """Though they choose without gradients first, from weights that autocast has converted."""
+    options = ("--steps", 2, "--layerwise", 0, "--precision", "bf16", "--rate", 1e-2)
+    assert heal(places, tmp_path / "out", *options, source="sparse") == 0
+    branches = {x for x in load_file(places / "sparse" / "model.safetensors") if ".indexer." in x}
+    assert branches <= changed(places / "sparse", tmp_path / "out")
+
+
 def test_losses_train_what_is_theirs(places):
     """Index branches get the gradients of their loss alone, and all other weights those without them."""
     student, teacher, tokens = (

@@ -57,13 +57,22 @@ class ChoosesKeys(ReplacedAttention):
         if select.rope is None:
             angles = None
         elif select.rope != self.layer.rope:
-            angles = angles_at(select.rope, given["position_ids"])
+            angles = self._index_angles(given.get("position_ids"))
         keys = branch.keys(x, angles)
         keys = keys if cache is None else _layer_of(cache, self.layer_idx).update_indexer(keys)
         if selected is not None or keys.shape[1] <= select.top * select.block_size:
             return {"chosen": selected or ALL}
         queries, _, weights = branch(x, angles=angles)
         return {"chosen": self._chosen(IndexTensors(queries, keys, weights), mask)}
+
+    def _index_angles(self, position_ids: Tensor | None) -> Angles:
+        """Return the angles of an index branch that does not rotate like its layer."""
+        if position_ids is None:
+            raise NotImplementedError(
+                f"{self.config.model_type}: does not tell its attention position_ids, which an index branch "
+                "with fewer channels than the rope needs; convert with more channels, --select head_dim=N"
+            )
+        return angles_at(self.layer.select.rope, position_ids)
 
     def _chosen(self, index: IndexTensors, mask: Tensor | None) -> Chosen:
         """Return the keys that are chosen among those that a mask of transformers shows."""
