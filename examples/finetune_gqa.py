@@ -110,7 +110,7 @@ class Study(NamedTuple):
         batches = self.corpus.batches(count=preset.steps, seed=seed, **sizes)
         run = TrainingRun(self.out / "state" / f"{name}.safetensors", name, WorkerGroup(device))
         with speaker(model) as learner:
-            return train(learner, teacher, batches, recipe, lambda: self.score(model), run)
+            return train(learner, teacher, batches, recipe, lambda: (self.score(model),), run)
 
     def recover(self, model: Decoder, original: Decoder, *, name: str) -> Curve:
         """Distil a student from ``original``, training its attention layers first."""

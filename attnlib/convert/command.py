@@ -24,9 +24,10 @@ from .checkpoint.model import CheckpointModel, read_model
 from .checkpoint.report import REPORT
 from .ending import failed
 from .latent.losses import BASELINE
+from .own.branches import Branches
 from .picture import Start, draw
 from .stock import stock
-from .targets import device, require_own_options, target_of
+from .targets import copies, device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
 from .text.kept import WITHOUT, CalibrationStore
@@ -42,6 +43,7 @@ reference of all options, of the report, and of what a stopped run leaves behind
   python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-own --to attnlib --cache 25% --text my.txt
+  python -m attnlib convert llama-2-7b llama-2-7b-sparse --to attnlib --select top=2048 --text my.txt
 """
 
 
@@ -123,7 +125,8 @@ def summary(
         )
     has_links = source.is_dir() and any(path.is_symlink() for path in source.iterdir())
     paths = {"source": source, "out": out, "texts": texts or ("FILE",), "has_links": has_links}
-    if sentence := lost(measures, **paths):
+    select = report["settings"].get("select")
+    if sentence := lost(measures, **paths, keys=select and Branches(**select).keys):
         lines.append(sentence)
     lines += lines_by_text(measures)
     others = []
@@ -161,7 +164,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
     require_target(source, Path(os.path.abspath(arguments.out)), overwrite=arguments.overwrite)
     require_config(model.checkpoint)
-    if arguments.kv_heads == model.shape.kv_heads:
+    if copies(arguments, model):
         chosen, settings = None, {"calibration": choice.NOTHING}
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
@@ -210,6 +213,7 @@ def _check(arguments: argparse.Namespace, model: CheckpointModel) -> StockCheck:
         logits=_windows(arguments, model) > 0,
         device=device(),
         follow_links=arguments.follow_links,
+        exact=None if arguments.select is None else Branches.of(arguments.select).keys,
         advance=steps(None if arguments.quiet else "comparing", 2 * model.depth, " layers"),
     )
 

@@ -22,6 +22,7 @@ from .instead import instead
 from .latent.deepseek import check_source
 from .latent.deepseek import converter as latent_converter
 from .latent.norm import Norm, check_biases, check_text
+from .own.branches import HEADS, Branches, with_branches
 from .own.grouped import GroupedKind
 from .own.kind import Kind
 from .own.latent import ROPE_DIM, LatentKind
@@ -93,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--layers", choices=("gqa", "mla"), help="layer type that shares the cache budget (default: mla)"
     )
+    own.add_argument(
+        "--select",
+        metavar="top=N[,NAME=N]",
+        help="add index branches, which finetune trains to choose the N keys of each query; other names are "
+        f"heads ({HEADS}), head_dim (that of the layer) and block_size (1). Alone, it copies all weights",
+    )
     parser.add_argument(
         "--reach",
         type=int,
@@ -106,20 +113,26 @@ def require_own_options(arguments: argparse.Namespace) -> None:
     """Raise RequestError if an option does not apply to the target, or unless exactly one size is given."""
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
-    known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
-    listed = dict.fromkeys((*OPTIONS["gqa"], *OPTIONS["mla"], *SIZES["attnlib"], "layers"))
+    known = known - {"norm"} | {"layers", "select"} if arguments.to == "attnlib" else known
+    listed = dict.fromkeys((*OPTIONS["gqa"], *OPTIONS["mla"], *SIZES["attnlib"], "layers", "select"))
     if given := [
         option(name) for name in listed if name not in known and getattr(arguments, name) is not None
     ]:
         raise RequestError(f"{', '.join(given)}: does not apply to --to {arguments.to}; leave it out")
     given = [name for name in sizes if getattr(arguments, name) is not None]
-    if not given:
-        one = f"one of {', '.join(map(option, sizes))}" if len(sizes) > 1 else option(*sizes)
+    if not given and arguments.select is None:
+        several = (*map(option, sizes), *(["--select"] if arguments.to == "attnlib" else []))
+        one = f"one of {', '.join(several)}" if len(several) > 1 else several[0]
         raise RequestError(f"{one}: required with --to {arguments.to}, got none")
     if len(given) > 1:
         raise RequestError(f"{', '.join(map(option, given))}: expected only one of them, got {len(given)}")
     if arguments.layers is not None and arguments.cache is None:
         raise RequestError("--layers: applies only with --cache; leave it out")
+
+
+def copies(arguments: argparse.Namespace, model: CheckpointModel) -> bool:
+    """True if the options ask for all KV heads of the source, so that its weights are copied."""
+    return _only_selects(arguments) or arguments.kv_heads == model.shape.kv_heads
 
 
 def target_of(
@@ -238,7 +251,10 @@ def _to_own(
         )
     kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
     size = arguments.kv_heads if arguments.rank is None else arguments.rank
+    size = model.shape.kv_heads if copies(arguments, model) else size
     with _refusals("--to attnlib"):
+        asked = None if arguments.select is None else Branches.of(arguments.select)
+        branches = None if asked is None else asked.forms(model)
         sizes = smallest(kind) if size is None else [size] * len(model.layers)
         try:
             require_loadable(kind, sizes)
@@ -246,6 +262,7 @@ def _to_own(
             raise RequestError(f"{error}{instead(model)}") from error
         if size is None:
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
+            total -= sum(x.head_dim * model.dtype.itemsize for x in branches or () if x is not None)
             is_known = calibrations is not None or not calibrated
             kinds = alternatives(kind, total)
             kind = kinds[0]
@@ -258,6 +275,10 @@ def _to_own(
                 sizes = allotted(kind, total, calibrations, progress=not arguments.quiet)
     made = kind.converter(sizes)
     reported = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
+    if branches is not None:
+        with _refusals("--select"):
+            made = with_branches(made, model, branches)
+        reported["select"] = asdict(asked)
     return replace(made, convert_layer=_refusing(made.convert_layer)), reported | dict(kind.options)
 
 
@@ -278,9 +299,14 @@ def _kind(arguments: argparse.Namespace) -> str:
     """Return the layer type that the options ask for: ``gqa`` or ``mla``."""
     if arguments.to != "attnlib":
         return arguments.to
-    if arguments.kv_heads is not None:
+    if arguments.kv_heads is not None or _only_selects(arguments):
         return "gqa"
     return "mla" if arguments.rank is not None or arguments.layers is None else arguments.layers
+
+
+def _only_selects(arguments: argparse.Namespace) -> bool:
+    """True if the options add index branches and ask for no other change."""
+    return arguments.select is not None and all(getattr(arguments, x) is None for x in SIZES["attnlib"])
 
 
 def _refusing(converter: LayerConverter) -> LayerConverter:

@@ -13,6 +13,7 @@ from ..convert.wording import in_options
 if TYPE_CHECKING:
     from .settings import Settings
 
+NAMES = ("original", "before", "after", "window")  # the scores of a report, in the order of the summary
 EPILOG = """\
 exit codes:
   0    the result was written and verified
@@ -27,6 +28,7 @@ To resume an interrupted run, run the same command again.
 
 examples:
   python -m attnlib finetune llama-gqa llama-gqa-healed --teacher llama --text my.txt
+  python -m attnlib finetune llama-sparse llama-healed --teacher llama --text my.txt --context 8192
   torchrun --nproc-per-node 8 -m attnlib finetune llama-gqa llama-gqa-healed --teacher llama \\
       --text my.txt --batch 64
 """
@@ -36,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser; options left out get their defaults from :class:`Settings`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Distill a converted checkpoint back to the quality of the original that it was converted from."
+        "Distill a converted checkpoint back to the quality of the original that it was converted from. New\n"
+        "index branches (convert --select) first learn alone; then the model learns over the chosen keys."
     )
     parser.epilog = EPILOG
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted checkpoint folder")
@@ -96,7 +99,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--layerwise",
         type=float,
         metavar="SHARE",
-        help="share of the steps in which each attention layer learns on its own (default: 0.5)",
+        help="share of the steps in which each attention layer, or index branch, learns on its own (default: "
+        "0.5)",
     )
     learning.add_argument(
         "--objective",
@@ -109,7 +113,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         ("--batch", int, "N", "sequences per step, over all ranks (default: 8)"),
         ("--context", int, "N", "tokens per sequence (default: 512)"),
         ("--accumulate", int, "N", "split a batch into N parts to save memory (default: 1)"),
-        ("--rate", float, "X", "peak learning rate (default: 3e-4; with --lora: 1e-3)"),
+        ("--rate", float, "X", "peak learning rate (default: 3e-4; with --lora: 1e-3; sparse: 7.3e-6)"),
+        ("--index-rate", float, "X", "peak rate of index branches that learn alone (default: 1e-3)"),
         ("--warm-up", float, "SHARE", "share of the steps for warm-up (default: 0.06)"),
         ("--clip", float, "X", "maximum gradient norm (default: 1)"),
         ("--decay", float, "X", "weight decay of matrices (default: 0)"),
@@ -145,16 +150,18 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
     """Return the few lines that the command prints at the end of a run."""
     bits, perplexity = report["held_out_bits_per_byte"], report["held_out_perplexity"]
     scores = (
-        f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})"
-        for name in ("original", "before", "after")
+        f"{name} {bits[name]:.4f} (perplexity {perplexity[name]:.4g})" for name in NAMES if name in bits
     )
+    shares = report.get("mass_recall", {})
+    recall = ", ".join(f"{name} {shares[name]:.3f}" for name in NAMES if name in shares)
+    recall = f"\nmass recall of the chosen keys: {recall}" if recall else ""
     counts, run = report["parameters"], report["run"]
     speed = (
         "" if run["tokens_per_second"] is None else f" at {run['tokens_per_second']:,.0f} tokens per second"
     )
     on = run["device"] if run["ranks"] == 1 else f"{run['ranks']} x {run['device']}"
     return f"""\
-held-out text ({report["held_out_tokens"]:,} tokens), bits per byte: {", ".join(scores)}
+held-out text ({report["held_out_tokens"]:,} tokens), bits per byte: {", ".join(scores)}{recall}
 trained: {counts["trained"]:,} of {counts["all"]:,} parameters
 time: {_duration(run["seconds"])} on {on}, {run["steps"]:,} steps{speed}
 report: {out / "finetune_report.json"}"""
@@ -170,7 +177,8 @@ def _settings(arguments: argparse.Namespace) -> "Settings":
 
     from .settings import Settings
 
-    given = {name: value for name in Settings.__slots__ if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    given = {name: value for name, value in given.items() if name in Settings.__slots__}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Settings(**({"device": device} | given | {"text": tuple(arguments.text)}))
 

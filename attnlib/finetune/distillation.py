@@ -20,11 +20,18 @@ class Speaker:
 
     ``model`` holds the parameters and ``logits(tokens)`` runs the model. ``attention`` lists its attention
     layers in order; the first output of each is ``[b, t, m]``. Hooks are installed only inside a ``with``
-    block.
+    block. ``branches`` lists the layers whose index branches learn, if there are some.
     """
 
-    def __init__(self, model: nn.Module, attention: Sequence[nn.Module], logits: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: Sequence[nn.Module],
+        logits: Callable[[Tensor], Tensor],
+        branches: Sequence[nn.Module] = (),
+    ):
         self.model: nn.Module = model
+        self.branches: Sequence[nn.Module] = branches
         self._attention, self._logits = attention, logits
         self._heard: dict[int, Tensor] | None = None  # outputs of the layers while ``listen`` runs
         self._given: Sequence[Tensor] | None = None

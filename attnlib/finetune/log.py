@@ -3,7 +3,7 @@
 import csv
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..convert.checkpoint.errors import RequestError
@@ -11,21 +11,22 @@ from ..convert.checkpoint.writing import write_file
 
 NAME = "log.csv"
 COLUMNS = ("step", "loss", "kl", "attention", "text", "gradient", "rate", "held_out")
+SPARSE = ("index", "recall")  # further columns for students with index branches
 BOARD = "tensorboard"  # folder for TensorBoard's files
 
 
 class Log:
     """The file ``log.csv`` in ``folder``, with one line per step; a resumed run drops steps it repeats."""
 
-    def __init__(self, folder: Path, *, board: bool = False):
-        self.folder = folder
+    def __init__(self, folder: Path, *, board: bool = False, columns: Sequence[str] = COLUMNS):
+        self.folder, self.columns = folder, columns
         self._board = board_writer() if board else None
         self._writer = self._file = None
         self._row: dict[str, object] = {}
 
     def begin(self, done: int) -> None:
         """Open the log and drop all lines after step ``done``, because a resumed run repeats those steps."""
-        path, lines = self.folder / NAME, [",".join(COLUMNS)]
+        path, lines = self.folder / NAME, [",".join(self.columns)]
         if done and path.exists():
             lines = path.read_text().splitlines()[: done + 1]
         write_file(self.folder, NAME, ("\n".join(lines) + "\n").encode())
@@ -40,13 +41,18 @@ class Log:
         for name, value in values.items() if self._writer is not None else ():
             self._writer.add_scalar(name, value, step)
 
-    def score(self, step: int, bits: float) -> None:
-        """Add the held-out bits per token to the last step's line, and flush all lines to disk."""
-        self._row["held_out"] = bits
+    def score(self, step: int, bits: float, *recall: float) -> None:
+        """Add the held-out bits per token to the last step's line, and flush all lines to disk.
+
+        With index branches, also add the mass ``recall``.
+        """
+        scores = dict(zip(("held_out", "recall"), (bits, *recall), strict=False))
+        self._row |= scores
         self._flush()
         os.fsync(self._file.fileno())
         if self._writer is not None:
-            self._writer.add_scalar("held_out", bits, step)
+            for name, value in scores.items():
+                self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
     def close(self) -> None:
@@ -60,7 +66,7 @@ class Log:
 
     def _flush(self) -> None:
         if self._row:
-            cells = (self._row.get(name, math.nan) for name in COLUMNS)
+            cells = (self._row.get(name, math.nan) for name in self.columns)
             csv.writer(self._file, lineterminator="\n").writerow("" if x != x else x for x in cells)
             self._file.flush()
         self._row = {}

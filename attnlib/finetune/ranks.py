@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..convert.checkpoint.errors import RequestError
 from ..convert.text.freed import give_back
 
+GATHERING = ("index_loss", "recall")  # methods of layers with an index branch, called beside their forward
+
 
 class ElsewhereError(RuntimeError):
     """The error on all other ranks when the first rank fails; the first rank itself reports the reason."""
@@ -51,10 +53,13 @@ class WorkerGroup:
         the system.
         """
         if self.mesh is not None:
-            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
             for part in (*parts, model):
                 fully_shard(part, mesh=self.mesh)
+                for name in GATHERING:
+                    if hasattr(part, name):
+                        register_fsdp_forward_method(part, name)
         model.to(self.device)
         give_back()
 

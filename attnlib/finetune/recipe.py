@@ -19,6 +19,10 @@ class Recipe:
     weight decay, on matrices only; ``clip`` is the maximum gradient norm. Every ``every`` steps, and at the
     end, the model is scored and its state is saved. ``half`` computes under torch's bf16 autocast; weights
     keep their dtype.
+
+    With an ``index_rate``, the student has index branches, and only they learn in the ``layerwise`` fraction
+    of steps. Each of the two stages then has a learning rate that rises and falls, with ``index_rate`` as the
+    peak of the first.
     """
 
     steps: int
@@ -33,6 +37,7 @@ class Recipe:
     clip: float = 1.0
     accumulate: int = 1
     half: bool = False
+    index_rate: float | None = None
 
     @property
     def alone(self) -> int:
@@ -41,11 +46,19 @@ class Recipe:
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
-        warm_up = max(1, round(self.warm_up * self.steps))
+        if self.index_rate is None:
+            return self._rate_in_stage(step, self.steps, self.rate)
+        if step < self.alone:
+            return self._rate_in_stage(step, self.alone, self.index_rate)
+        return self._rate_in_stage(step - self.alone, self.steps - self.alone, self.rate)
+
+    def _rate_in_stage(self, step: int, steps: int, rate: float) -> float:
+        """Return the learning rate of a step in a stage of ``steps`` steps with peak ``rate``."""
+        warm_up = max(1, round(self.warm_up * steps))
         if step < warm_up:
-            return self.rate * (step + 1) / warm_up
-        progress = (step - warm_up) / max(1, self.steps - warm_up)
-        return self.rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
+            return rate * (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, steps - warm_up)
+        return rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def progress(self, step: int) -> float:
         """Return how far end-to-end training has come at ``step``, from 0 at its start to 1 at its end."""

@@ -1,10 +1,12 @@
 """``finetune()``: train a converted folder against the folder it was converted from, and write the result."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,7 @@ from ..convert.stock import stock
 from ..convert.text.freed import give_back
 from ..convert.text.tokens import read_text
 from ..internal.bars import bar
+from . import sparse
 from .corpus import Corpus
 from .distillation import Speaker
 from .folders import (
@@ -31,15 +34,15 @@ from .folders import (
     require_tokens,
     tokenizer_folder,
 )
-from .log import BOARD, NAME, Log, board_writer
+from .log import BOARD, COLUMNS, NAME, SPARSE, Log, board_writer
 from .pace import Pace
-from .picture import draw
+from .picture import draw, draw_sparse
 from .ranks import WorkerGroup, meet
 from .result import check_model, write_model
 from .settings import Settings
 from .state import Curve
 from .students import bytes_written, prepare, require_adapters
-from .training import TrainingRun, held_out_bits, train
+from .training import TrainingRun, bits_of, held_out_means, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
 TOOL = "attnlib finetune 2"  # increase the number when the same request gives different results
@@ -68,6 +71,8 @@ def finetune(settings: Settings) -> dict[str, object]:
     require_separate(settings.source, settings.teacher, settings.out)
     for folder in (settings.source, settings.teacher):
         require_config(read_folder(folder))
+    settings = replace(settings, keys=sparse.chosen_keys(read_folder(settings.source)))
+    settings.check_branches()
     with meet(settings.device) as ranks, clean_errors(), ExitStack() as held:
         settings.check_parts(ranks.size)
         folder = tokenizer_folder(settings.source, settings.teacher)
@@ -128,20 +133,26 @@ def _finetune(
     windows, pace = corpus.windows(settings.context, limit=settings.scored_windows), Pace()
     shows = ranks.is_first and not settings.quiet
 
-    def bits(speaker: Speaker, name: str) -> float:
+    def scores(speaker: Speaker, name: str, choose: sparse.Choose = sparse.by_index) -> tuple[float, ...]:
+        measure = partial(bits_of, speaker)
+        if speaker.branches:
+            measure = partial(sparse.measure, speaker, choose, settings.keys)
         with bar(f"scoring {name}" if shows else None, len(windows), " windows", stays=False) as shown:
-            return held_out_bits(speaker, windows, settings.recipe, ranks, shown.update)
+            return held_out_means(measure, windows, settings.recipe, ranks, shown.update)
 
-    original, curve, counted = _learn(settings, corpus, folder, ranks, bits, pace)
+    original, curve, counted = _learn(settings, corpus, folder, ranks, scores, pace)
     give_back()
     made = folder / "checkpoint"
     with bar("writing the result" if shows else None, 1, " models") as shown:
         ranks.on_first(lambda: _write(settings, folder / STATE, made))
         shown.update()
+    found = {"original": original, "before": curve[0][1:]}
     with _speaker(made, settings, ranks, "the result", learns=False) as result:
-        scores = {"original": original, "before": curve[0][1], "after": bits(result, "the result")}
+        found["after"] = scores(result, "the result")
+        if result.branches:
+            found["window"] = scores(result, "a window of keys", sparse.window(settings.keys))
     measured = {"held_out_tokens": windows[:, 1:].numel(), "run": pace.report(ranks.device, ranks.size)}
-    report = ranks.on_first(lambda: _finish(settings, corpus, curve, scores, counted | measured, work))
+    report = ranks.on_first(lambda: _finish(settings, corpus, curve, found, counted | measured, work))
     return parse_object(report.encode(), REPORT)
 
 
@@ -150,23 +161,24 @@ def _learn(
     corpus: Corpus,
     folder: Path,
     ranks: WorkerGroup,
-    bits: Callable[[Speaker, str], float],
+    scores: Callable[[Speaker, str], tuple[float, ...]],
     pace: Pace,
-) -> tuple[float, Curve, dict[str, object]]:
+) -> tuple[tuple[float, ...], Curve, dict[str, object]]:
     """Train or resume; return the teacher's score, the student's curve and the parameter counts."""
     recipe = settings.recipe
-    log = Log(folder, board=settings.tensorboard) if ranks.is_first else None
+    columns = COLUMNS if settings.keys is None else (*COLUMNS, *SPARSE)
+    log = Log(folder, board=settings.tensorboard, columns=columns) if ranks.is_first else None
     with (
         nullcontext() if log is None else closing(log),
         _speaker(settings.teacher, settings, ranks, "the original", learns=False) as teacher,
         _speaker(settings.source, settings, ranks, "the converted model", learns=True) as student,
     ):
-        original = bits(teacher, "the original")
+        original = scores(teacher, "the original")
         batches = corpus.batches(
             count=recipe.steps, batch=recipe.batch, context=recipe.context, seed=settings.seed
         )
         run = TrainingRun(folder / STATE, settings.out.name, ranks, log, not settings.quiet, pace)
-        curve = train(student, teacher, batches, recipe, lambda: bits(student, "the student"), run)
+        curve = train(student, teacher, batches, recipe, lambda: scores(student, "the student"), run)
         return original, curve, _counts(student)
 
 
@@ -195,7 +207,8 @@ def _speaker(
     else:
         model.requires_grad_(False)
     ranks.place(model, [*attention, *layers])
-    with Speaker(model, attention, lambda tokens: model(input_ids=tokens, use_cache=False).logits) as speaker:
+    branches = sparse.branches_of(attention)
+    with Speaker(model, attention, lambda x: model(input_ids=x, use_cache=False).logits, branches) as speaker:
         yield speaker
 
 
@@ -216,7 +229,7 @@ def _finish(
     settings: Settings,
     corpus: Corpus,
     curve: Curve,
-    scores: Mapping[str, float],
+    scores: Mapping[str, tuple[float, ...]],
     counted: Mapping[str, object],
     work: WorkFolder,
 ) -> str:
@@ -225,26 +238,47 @@ def _finish(
     size = sum(path.stat().st_size for path in made.iterdir())
     with bar(None if settings.quiet else "verifying", size, "B") as shown:
         outputs = check_model(settings, made, shown.update)
-    per_byte = {name: bits / corpus.bytes_per_token for name, bits in scores.items()}
+    per_byte = {name: found[0] / corpus.bytes_per_token for name, found in scores.items()}
     shutil.copyfile(work.folder / NAME, made / NAME)
     if (work.folder / BOARD).exists():
         shutil.copytree(work.folder / BOARD, made / BOARD)
-    points = [(steps, bits / corpus.bytes_per_token) for steps, bits in curve]
+    points = [(steps, bits / corpus.bytes_per_token) for steps, bits, *_ in curve]
+    recall = _recall(curve, scores)
     with suppress(ImportError):  # no picture without matplotlib
-        draw(
-            {settings.out.name: points},
-            ("the original", per_byte["original"]),
-            "",
-            "bits per byte",
-            made / PICTURE,
-        )
+        _draw(settings, points, per_byte, recall, made / PICTURE)
     report = work.identity | {
         **counted,
         "held_out_bits_per_byte": per_byte,
-        "held_out_perplexity": {name: 2**bits for name, bits in scores.items()},
+        "held_out_perplexity": {name: 2 ** found[0] for name, found in scores.items()},
         "curve_bits_per_byte": points,
+        **recall,
         "outputs": outputs,
     }
     write_file(made, REPORT, dump(report))
     work.finish()
     return dump(report).decode()
+
+
+def _draw(
+    settings: Settings,
+    points: Sequence[tuple[int, float]],
+    per_byte: Mapping[str, float],
+    recall: Mapping[str, Any],
+    path: Path,
+) -> None:
+    """Draw the curves of the report."""
+    name, original = settings.out.name, ("the original", per_byte["original"])
+    if not recall:
+        draw({name: points}, original, "", "bits per byte", path)
+        return
+    lines = dict([original, ("a window in place of the choice", per_byte["window"])])
+    window, alone = recall["mass_recall"]["window"], settings.recipe.alone
+    draw_sparse(name, points, recall["curve_mass_recall"], lines, window, alone, path)
+
+
+def _recall(curve: Curve, scores: Mapping[str, tuple[float, ...]]) -> dict[str, object]:
+    """Return the entries of the report about the mass recall, if there are index branches."""
+    if "window" not in scores:
+        return {}
+    recall = {name: found[1] for name, found in scores.items() if len(found) > 1}
+    return {"mass_recall": recall, "curve_mass_recall": [(steps, found) for steps, _, found in curve]}

@@ -15,7 +15,7 @@ from ..convert.checkpoint.writing import sync_folder
 from ..internal.files import write_tensors
 from .ranks import WorkerGroup, parted, whole
 
-Curve = list[tuple[int, float]]  # (steps taken, bits per held-out token)
+Curve = list[tuple[float, ...]]  # (steps taken, bits per held-out token), and with index branches the recall
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

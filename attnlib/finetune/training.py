@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.checkpoint.errors import VerificationError
+from . import sparse
 from .distillation import Speaker, differences, layerwise, text_bits
 from .log import Log
 from .pace import Pace
@@ -36,10 +37,10 @@ def train(
     teacher: Speaker | None,
     batches: Iterable[Tensor],
     recipe: Recipe,
-    score: Callable[[], float],
+    score: Callable[[], tuple[float, ...]],
     run: TrainingRun,
 ) -> Curve:
-    """Train ``student`` in place, from a saved state if there is one; return its curve of (steps, score).
+    """Train ``student`` in place, from a saved state if there is one; return its curve of (steps, *scores).
 
     ``batches`` yields one batch ``[batch, context + 1]`` per step, starting with the first step even if the
     run resumes, and must yield the same batches each time. Without a teacher, the student learns the text.
@@ -54,7 +55,7 @@ def train(
     curve = load_state(run.state, student.model, optimizer) if run.state.exists() else []
     done = curve[-1][0] if curve else 0
     if not curve:
-        curve.append((0, score()))
+        curve.append((0, *score()))
     if run.log is not None:
         run.log.begin(done)
     for step, tokens in enumerate(_bar(islice(batches, done, None), recipe, done, run), done):
@@ -71,7 +72,7 @@ def train(
         if run.log is not None:
             run.log.write(step + 1, losses | {"rate": recipe.rate_at(step)})
         if recipe.is_point(step + 1):
-            curve.append((step + 1, score()))
+            curve.append((step + 1, *score()))
             if run.log is not None:
                 run.log.score(*curve[-1])
             save_state(run.state, student.model, optimizer, curve, run.ranks)
@@ -115,19 +116,23 @@ def take_step(
 
 def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
     """Return the autocast context for the precision of the recipe."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
+    # Index branches choose without gradients before they learn. Some versions of torch would go on with the
+    # cached bf16 copies of their weights, which have no gradients then.
+    cached = recipe.index_rate is None
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half, cache_enabled=cached)
 
 
-def held_out_bits(
-    model: Speaker,
+def held_out_means(
+    measure: Callable[[Tensor], Tensor],
     windows: Tensor,
     recipe: Recipe,
     ranks: WorkerGroup,
     advance: Callable[[int], object] = lambda count: None,
-) -> float:
-    """Return a model's mean bits per token on ``windows`` ``[n, t + 1]``; each rank computes some of them.
+) -> tuple[float, ...]:
+    """Return the means over ``windows`` ``[n, t + 1]`` of what ``measure`` returns for some, ``[k, b]``.
 
-    ``advance`` is called with the number of windows after each batch, over all ranks.
+    Each rank measures some windows. ``advance`` is called with the number of windows after each batch, over
+    all ranks.
     """
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
     missing = -len(windows) % ranks.size  # pad, because every rank must call the model equally often
@@ -137,10 +142,15 @@ def held_out_bits(
     with torch.no_grad():
         for rows, counted in zip(ranks.own(padded).split(size), ranks.own(weights).split(size), strict=True):
             with autocast(ranks.device, recipe):
-                logits = model(rows[:, :-1])
-            sums += (text_bits(logits, rows).mean(1) * counted).sum()
+                found = measure(rows)
+            sums = sums + (found * counted).sum(1)
             advance(len(rows) * ranks.size)
-    return ranks.mean(sums).item() * ranks.size / len(windows)
+    return tuple(x * ranks.size / len(windows) for x in ranks.mean(sums).tolist())
+
+
+def bits_of(model: Speaker, rows: Tensor) -> Tensor:
+    """Return a model's mean bits per token on each of ``rows`` ``[b, t + 1]``, as ``[1, b]``."""
+    return text_bits(model(rows[:, :-1]), rows).mean(1)[None]
 
 
 def _losses(
@@ -149,6 +159,8 @@ def _losses(
     if teacher is None:
         text = text_bits(student(tokens[:, :-1]), tokens).mean()
         return {"loss": text, "text": text}
+    if student.branches:
+        return sparse.losses(student, teacher, tokens, recipe, step)
     if step < recipe.alone:
         attention = layerwise(student, teacher, tokens)
         return {"loss": attention, "attention": attention}

@@ -11,6 +11,7 @@ from .branch import IndexTensors as IndexTensors
 from .choosing import choose as choose
 from .choosing import first_keys as first_keys
 from .chosen import Chosen as Chosen
+from .chosen import keys_of as keys_of
 from .compacted import choose_compacted as choose_compacted
 from .indexer import Indexer as Indexer
 from .loss import MainAttention as MainAttention

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..masks.band import FULL, AnyMask
@@ -22,3 +23,9 @@ class Chosen(NamedTuple):
     def mask(self) -> AnyMask:
         """The mask that hides all keys but the chosen ones."""
         return FULL if self.indices is None else selected(self.indices, self.block_size)
+
+
+def keys_of(blocks: Tensor, size: int) -> Tensor:
+    """Return the keys of blocks ``[..., n]``, ``[..., n * size]``; -1 for those of block -1."""
+    keys = blocks[..., None] * size + torch.arange(size, dtype=blocks.dtype, device=blocks.device)
+    return torch.where(blocks[..., None] >= 0, keys, -1).flatten(-2)

@@ -15,6 +15,7 @@ from ..masks.band import CAUSAL
 from ..scores import Score
 from .branch import IndexTensors
 from .choosing import Finish, block_keys, candidates_of, check, packed_sequences
+from .chosen import keys_of
 from .indexer import Indexer
 from .scores import block_maxima, combined, widened
 
@@ -153,7 +154,7 @@ class _Sequence(NamedTuple):
             blocks = torch.arange(-(-last // size), device=seen.device)[None, None]
         else:
             blocks = self.lists[rows].long()
-            j = blocks if self.indexer.pool == "mean" else _keys_of(blocks, size)
+            j = blocks if self.indexer.pool == "mean" else keys_of(blocks, size)
             products = torch.einsum(
                 "scfd,scnd->scfn", grouped, widened(scored[j.clamp(0, scored.shape[0] - 1)])
             )
@@ -177,7 +178,7 @@ class _Sequence(NamedTuple):
                 every = torch.arange(q.shape[0], device=q.device)
                 found.append(compute(call, Statistic("rows", lse[n][None], every))[0].mean(0))
             else:
-                at = _keys_of(self.lists[rows, n].long(), size)
+                at = keys_of(self.lists[rows, n].long(), size)
                 at = at.masked_fill(at >= last, -1)[None]
                 found.append(compute(call, Statistic("heads", lse[n][None], at=at))[0])
         p = torch.stack(found, 1)
@@ -185,12 +186,6 @@ class _Sequence(NamedTuple):
             torch.distributed.all_reduce(p, group=main.group)
             p /= main.group.size()
         return F.pad(p, (0, -p.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
-
-
-def _keys_of(blocks: Tensor, size: int) -> Tensor:
-    """Return the keys of blocks ``[..., n]``, ``[..., n * size]``; -1 for those of block -1."""
-    keys = blocks[..., None] * size + torch.arange(size, device=blocks.device)
-    return torch.where(blocks[..., None] >= 0, keys, -1).flatten(-2)
 
 
 def _kl(p: Tensor, scores: Tensor, valid: Tensor) -> Tensor:

@@ -14,10 +14,36 @@ INNER = "layer."  # prefix of stored weight names, followed by the name in an at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BranchForm:
+    """An index branch, described by the field names of :class:`attnlib.Indexer`.
+
+    Rotary pair c uses the frequency of pair ``rope_pairs[c]`` of the rope in ``base``; without pairs, the
+    branch has no rope. Blocks of several keys have the largest score of their keys (``pool="max"``), and the
+    block of the query itself is always chosen (``local=1``).
+    """
+
+    heads: int
+    head_dim: int
+    top: int
+    rope_pairs: tuple[int, ...]
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, least=1)
+        _check_pairs(self)
+        if 2 * len(self.rope_pairs) > self.head_dim:
+            raise ValueError(
+                f"rope_pairs: expected at most {self.head_dim // 2} pairs of head_dim={self.head_dim}, got "
+                f"{len(self.rope_pairs)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedForm:
-    """A layer that differs from ``base`` only in its KV-head count."""
+    """A layer that differs from ``base`` only in its KV-head count, and by an index branch if it has one."""
 
     num_key_value_heads: int
+    select: BranchForm | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, least=1)
@@ -44,6 +70,7 @@ class LatentForm:
     query_bias: bool = False
     q_lora_rank: int | None = None
     qk_norm: bool = False
+    select: BranchForm | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, least=0)
@@ -53,16 +80,10 @@ class LatentForm:
         rank = self.q_lora_rank
         if rank is not None and (type(rank) is not int or not 1 <= rank <= MAX_SIZE):
             raise ValueError(f"q_lora_rank: expected 1 to {MAX_SIZE} or null, got {str(rank)[:80]}")
-        if type(self.rope_pairs) not in (list, tuple) or any(
-            type(pair) is not int for pair in self.rope_pairs
-        ):
-            raise ValueError(f"rope_pairs: expected a list of pair numbers, got {str(self.rope_pairs)[:80]}")
-        if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(
-            not 0 <= x < MAX_SIZE for x in self.rope_pairs
-        ):
-            wanted = f"{self.qk_rope_head_dim / 2:g} pair numbers from 0 on, half of qk_rope_head_dim"
+        _check_pairs(self)
+        if 2 * len(self.rope_pairs) != self.qk_rope_head_dim:
+            wanted = f"{self.qk_rope_head_dim / 2:g} pair numbers, half of qk_rope_head_dim"
             raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
-        object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
         for name in ("bias", "query_bias", "qk_norm"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: expected true or false, got {str(getattr(self, name))[:80]}")
@@ -99,8 +120,9 @@ def with_layers(config: Mapping[str, object], layers: Iterable[Mapping[str, obje
 
 
 def plain_form(form: LayerForm) -> dict[str, object]:
-    """Return the description of a layer as plain data for JSON."""
-    return asdict(form)
+    """Return the description of a layer as plain data for JSON; layers without an index branch omit it."""
+    plain = asdict(form)
+    return plain if form.select is not None else {name: x for name, x in plain.items() if name != "select"}
 
 
 def stored_name(name: str) -> str:
@@ -163,15 +185,34 @@ def _layer(index: int, plain: object) -> LayerForm:
     if not isinstance(plain, Mapping):
         raise ValueError(f"layers: expected an object for layer {index}, got {str(plain)[:80]}")
     kind = LatentForm if "kv_lora_rank" in plain else GroupedForm
+    try:
+        made = dict(plain)
+        if "select" in made:
+            made["select"] = _made(BranchForm, made["select"], "select: ")
+        return _made(kind, made, "")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"layers: layer {index}: {error}") from error
+
+
+def _made(kind: type, plain: object, place: str) -> object:
+    """Return a form from its fields; errors about unknown ones begin with ``place``."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{place}expected an object, got {str(plain)[:80]}")
     known = {field.name for field in fields(kind)}
     if unknown := sorted(str(name) for name in plain if name not in known):
-        raise ValueError(
-            f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}"
-        )
+        raise ValueError(f"{place}expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}")
     try:
         return kind(**plain)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"layers: layer {index}: {error}") from error
+        raise ValueError(f"{place}{error}") from error
+
+
+def _check_pairs(form: BranchForm | LatentForm) -> None:
+    """Make ``rope_pairs`` a tuple; raise ValueError unless it lists numbers of rotary pairs."""
+    pairs = form.rope_pairs
+    if type(pairs) not in (list, tuple) or any(type(x) is not int or not 0 <= x < MAX_SIZE for x in pairs):
+        raise ValueError(f"rope_pairs: expected a list of pair numbers from 0 on, got {str(pairs)[:80]}")
+    object.__setattr__(form, "rope_pairs", tuple(pairs))
 
 
 def _check_sizes(form: object, *, least: int) -> None:

@@ -399,7 +399,7 @@ def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ((), "one of --kv-heads, --rank, --cache: required with --to attnlib"),
+        ((), "one of --kv-heads, --rank, --cache, --select: required with --to attnlib"),
         (("--rank", 8, "--kv-heads", 2), "--kv-heads, --rank: expected only one of them"),
         (("--rank", 8, "--cache", "50%"), "--rank, --cache: expected only one of them"),
         (("--rank", 8, "--merge", "mean"), "--merge: does not apply"),

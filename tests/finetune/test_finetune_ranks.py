@@ -2,6 +2,7 @@
 of them.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 import torch
 from healing_folders import SMALL, contents, heal
 from safetensors.torch import load_file
+
+from attnlib.__main__ import main
 
 USUAL = ("--layerwise", 0.25, "--save-every", 3)
 KILLED = """
@@ -33,9 +36,9 @@ main(sys.argv[1:])
 """
 
 
-def start(folders, out, *options, ranks=1, code=None):
+def start(folders, out, *options, ranks=1, code=None, source="half"):
     """The command in processes of its own; with ``code``, that in place of the module."""
-    given = ("finetune", folders / "half", out, "--teacher", folders / "original", "--text", folders / "text")
+    given = ("finetune", folders / source, out, "--teacher", folders / "original", "--text", folders / "text")
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     )
@@ -70,6 +73,25 @@ def test_two_ranks_learn_what_one_does(folders, tmp_path, options):
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, x in one.items():
         torch.testing.assert_close(two[name], x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--train", "all", "--checkpointing")])
+def test_two_ranks_train_index_branches_as_one_does(folders, tmp_path, options):
+    """Alone for half of the steps, where no output of a layer has a gradient."""
+    select = ("--select", "top=4,heads=2", "--no-calibration", "--quiet")
+    made = ("convert", folders / "original", folders / "chosen", "--to", "attnlib", *select, "--overwrite")
+    assert main([str(x) for x in made]) == 0
+    options = (*options, "--layerwise", 0.5, "--index-rate", 1e-2)
+    assert heal(folders, tmp_path / "one", *USUAL, *options, source="chosen") == 0
+    ran = start(folders, tmp_path / "two", *options, ranks=2, source="chosen")
+    assert ran.returncode == 0, ran.stderr
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, x in one.items():
+        torch.testing.assert_close(two[name], x, rtol=0, atol=1e-4)
+    reports = [json.loads((tmp_path / name / "finetune_report.json").read_text()) for name in ("one", "two")]
+    for name, recall in reports[0]["mass_recall"].items():
+        assert reports[1]["mass_recall"][name] == pytest.approx(recall, abs=1e-4)
 
 
 @pytest.mark.slow

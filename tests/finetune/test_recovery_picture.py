@@ -5,7 +5,7 @@ down.
 import pytest
 from matplotlib.figure import Figure
 
-from attnlib.finetune.picture import draw
+from attnlib.finetune.picture import draw, draw_sparse
 from attnlib.internal.plots import COLOURS
 
 
@@ -50,3 +50,19 @@ def test_many_curves_and_short_ones_are_all_drawn(drawn):
     axes = drawn({str(n): [(0, 2.0)] for n in range(len(COLOURS) + 2)})
     assert len(axes.lines) == len(COLOURS) + 3
     assert axes.get_ylim()[0] < 2 < axes.get_ylim()[1]
+
+
+def test_a_choice_of_keys_is_drawn_beside_the_losses(tmp_path, monkeypatch):
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *x, **y: (figures.append(self), savefig(self, *x, **y))
+    )
+    losses, recalls = [(0, 4.0), (5, 2.2), (10, 2.1)], [(0, 0.4), (5, 0.9), (10, 0.95)]
+    lines = {"the original": 2.0, "a window": 2.3}
+    draw_sparse("student", losses, recalls, lines, 0.7, 6, tmp_path / "picture.png")
+    left, right = figures[-1].axes
+    assert [tuple(x.get_ydata()) for x in left.lines[:3]] == [(4.0, 2.2, 2.1), (2.0, 2.0), (2.3, 2.3)]
+    assert [tuple(x.get_ydata()) for x in right.lines[:3]] == [(0.4, 0.9, 0.95), (1, 1), (0.7, 0.7)]
+    assert all(axes.lines[3].get_xdata()[0] == 6 for axes in (left, right))
+    assert left.get_ylim()[0] < 2.0 < 2.3 < left.get_ylim()[1] < 4.0

@@ -49,7 +49,7 @@ ROOMS = {
         "integrations",
         "internal",
     },
-    "finetune": {"convert", "checkpoint_files", *VALUES},
+    "finetune": {"convert", "indexing", "checkpoint_files", "models", *VALUES},
     "parallel": {*OVER_LAYERS, *RUNNING, "call"},
     "convert": {"integrations", *OVER_LAYERS, "checkpoint_files", "models"},
     "compat": {*OVER_LAYERS, *RUNNING, "call"},

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.models.own_form import GroupedForm, LatentForm, base_of, is_own, layers_of, own_config
+from attnlib.models.own_form import (
+    BranchForm,
+    GroupedForm,
+    LatentForm,
+    base_of,
+    is_own,
+    layers_of,
+    own_config,
+    plain_form,
+)
 
 LATENT = {
     "kv_lora_rank": 8,
@@ -22,8 +31,17 @@ LATENT = {
     "query_bias": False,
     "q_lora_rank": None,
 }
+BRANCH = {"heads": 4, "head_dim": 8, "top": 16, "rope_pairs": [0, 2], "block_size": 1}
 sizes = st.integers(1, 2**24)
-grouped = st.builds(GroupedForm, num_key_value_heads=sizes)
+branches = st.builds(
+    BranchForm,
+    heads=sizes,
+    head_dim=st.integers(18, 2**24),
+    top=sizes,
+    rope_pairs=st.lists(st.integers(0, 999), max_size=9).map(tuple),
+    block_size=sizes,
+)
+grouped = st.builds(GroupedForm, num_key_value_heads=sizes, select=st.none() | branches)
 
 
 @st.composite
@@ -39,6 +57,7 @@ def latents(draw):
         bias=draw(st.booleans()),
         query_bias=draw(st.booleans()),
         q_lora_rank=draw(st.none() | sizes),
+        select=draw(st.none() | branches),
     )
 
 
@@ -92,6 +111,38 @@ OPTIONAL = ("bias", "query_bias", "q_lora_rank")
 def test_a_latent_layer_that_lacks_something_is_refused_by_name(name):
     with pytest.raises(ValueError, match=rf"^layers: layer 0: .*{name}"):
         layers_of({"layers": [{key: value for key, value in LATENT.items() if key != name}]})
+
+
+def test_layers_without_a_branch_are_written_as_ever():
+    assert plain_form(GroupedForm(num_key_value_heads=2)) == {"num_key_value_heads": 2}
+    assert plain_form(layers_of({"layers": [LATENT]})[0]).keys() == LATENT.keys() | {"qk_norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("heads", 0),
+        ("head_dim", 2**24 + 1),
+        ("head_dim", 2),  # of two rotary pairs
+        ("top", 1.0),
+        ("top", None),
+        ("block_size", True),
+        ("rope_pairs", [0, -1]),
+        ("rope_pairs", "01"),
+        ("pool", "mean"),
+    ],
+)
+@pytest.mark.parametrize("layer", [{"num_key_value_heads": 2}, LATENT])
+def test_a_branch_that_is_none_is_refused_by_name(layer, name, value):
+    layers_of({"layers": [layer | {"select": BRANCH}]})
+    with pytest.raises(ValueError, match=rf"^layers: layer 0: select: .*{name}"):
+        layers_of({"layers": [layer | {"select": BRANCH | {name: value}}]})
+
+
+@pytest.mark.parametrize("value", [None, [], 4, {"top": 4}])
+def test_a_branch_is_an_object_with_all_sizes(value):
+    with pytest.raises(ValueError, match=r"^layers: layer 0: select: "):
+        layers_of({"layers": [{"num_key_value_heads": 2, "select": value}]})
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**24 + 1, 1.0, "2", None, True])

@@ -194,9 +194,10 @@ def token_bytes(
 
 def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:
     """Return the KV-cache layout that a layer of ``model`` has after its conversion to ``form``."""
+    options = {"dtype": model.dtype, "index_dim": 0 if form.select is None else form.select.head_dim}
     if isinstance(form, GroupedForm):
-        return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
-    return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
+        return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, **options)
+    return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, **options)
 
 
 def _predicting(config: Mapping[str, object]) -> int:

@@ -7,6 +7,7 @@ weights.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...checkpoint_files.folder import CONFIG
+from ...indexing import Indexer
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...layers.choices import check_select
 from ...layers.normed_heads import NormedKeys, NormedQueries
 from ...models.own_form import (
+    BranchForm,
     GroupedForm,
     LatentForm,
     LayerForm,
@@ -27,10 +31,12 @@ from ...models.own_form import (
     own_config,
     plain_form,
 )
+from ...rope.rope import Rope
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .family import Family
 from .norms import HeadRMSNorm
+from .own_selecting import ChoosesKeys
 from .replacing import (
     ReplacedAttention,
     ReplacedLatentAttention,
@@ -129,11 +135,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
             raise NotImplementedError(
                 f"layers: expected grouped layers, because latent layers do not support {name}, got latents"
             )
-    pairs = 0 if grouped.rope is None else grouped.rope.dim // 2
-    if any(pair >= pairs for pair in form.rope_pairs):
-        raise ValueError(
-            f"rope_pairs: expected numbers below {pairs}, of which the rope has pairs, got {form.rope_pairs}"
-        )
+    rope = _selected(grouped.rope, form.rope_pairs)
     most = max(map(form.rope_pairs.count, form.rope_pairs), default=0)
     if most > grouped.num_kv_heads:
         heads = grouped.num_kv_heads
@@ -150,10 +152,11 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         qk_rope_head_dim=form.qk_rope_head_dim,
         v_head_dim=form.v_head_dim,
         bias=form.bias,
-        rope=select(grouped.rope, form.rope_pairs) if form.rope_pairs else None,
+        rope=rope,
         temperature=grouped.temperature,
         norm_eps=form.norm_eps,
         scale=grouped.scale,
+        select=_indexer(form.select, grouped.rope),
         dropout_p=grouped.dropout_p,
     )
     if form.qk_norm:
@@ -164,6 +167,64 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         plain = getattr(layer, form.query_projection)
         setattr(layer, form.query_projection, nn.Linear(plain.in_features, plain.out_features))
     return layer
+
+
+def _selected(rope: Rope | None, pairs: tuple[int, ...]) -> Rope | None:
+    """Return a rope of these pairs of ``rope``; None without pairs.
+
+    Raises:
+        ValueError: the rope does not have such pairs.
+    """
+    count = 0 if rope is None else rope.dim // 2
+    if any(pair >= count for pair in pairs):
+        raise ValueError(
+            f"rope_pairs: expected numbers below {count}, of which the rope has pairs, got {pairs}"
+        )
+    return select(rope, pairs) if pairs else None
+
+
+def _indexer(form: BranchForm | None, rope: Rope | None) -> Indexer | None:
+    """Return the index branch that ``form`` describes, in a layer of ``base`` with this rope.
+
+    A branch with all pairs has the rope of the layer, whose angles are known then.
+    """
+    if form is None:
+        return None
+    fields = asdict(form)
+    pairs = fields.pop("rope_pairs")
+    if rope is None or pairs != tuple(range(rope.dim // 2)):
+        rope = _selected(rope, pairs)
+    blocks = {"pool": "max", "local": 1} if form.block_size > 1 else {}
+    return Indexer(**fields, **blocks, rope=rope)
+
+
+def branch_form(config: Any, index: int, *, head_dim: int | None, **sizes: int) -> BranchForm:
+    """Return an index branch for a layer of a model; ``head_dim`` defaults to that of the layer.
+
+    It rotates as many pairs as the layer, or if it has fewer channels, pairs at equal distances.
+
+    Raises:
+        ValueError: the layer cannot have an index branch.
+    """
+    layer = layer_from(config, index, "self", None, {"device": "meta"})
+    head_dim = layer.head_dim if head_dim is None else head_dim
+    pairs = 0 if layer.rope is None else layer.rope.dim // 2
+    count = min(pairs, head_dim // 2)
+    chosen = tuple(c * pairs // count for c in range(count))
+    form = BranchForm(head_dim=head_dim, rope_pairs=chosen, **sizes)
+    check_select(layer, _indexer(form, layer.rope), kv_heads=layer.num_kv_heads, q_lora_rank=None)
+    return form
+
+
+def new_branch(config: Any, index: int, form: LayerForm) -> dict[str, torch.Tensor]:
+    """Return new weights of a layer's index branch by their names in the layer; each call gives the same."""
+    with torch.device("meta"):
+        branch = _attention(family_of(config, "self"), config, index, form).layer.indexer
+    branch = branch.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(index)
+        branch.reset_parameters()
+    return {f"indexer.{name}": x for name, x in branch.state_dict().items()}
 
 
 def _has_plain_norms(grouped: GroupedQueryAttention) -> bool:
@@ -214,6 +275,10 @@ class OwnLatentAttention(TurnsAlone, ReplacedLatentAttention):
     """A replaced MLA layer with a rope of its own, because each layer selects which pairs it rotates."""
 
 
+class OwnChoosingLatentAttention(ChoosesKeys, OwnLatentAttention):
+    """The same with an index branch."""
+
+
 def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str, torch.Tensor]) -> nn.Module:
     """Make one attention layer from its description and weights, to use in an unconverted model.
 
@@ -230,7 +295,11 @@ def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str
 
 def _attention(family: Family, config: Any, index: int, form: LayerForm) -> ReplacedAttention:
     if isinstance(form, GroupedForm):
-        layer = layer_from(config, index, "self", None, {}, kv_heads=form.num_key_value_heads)
-        return ReplacedAttention(layer, family, config, index)
-    layer = latent_from(layer_from(config, index, "self", None, {"device": "meta"}), form)
-    return OwnLatentAttention(layer, family, config, index)
+        select = _indexer(form.select, rope_of(family, config, index))
+        options = {"kv_heads": form.num_key_value_heads}
+        layer = layer_from(config, index, "self", None, {"select": select}, **options)
+        kind = ReplacedAttention if select is None else ChoosesKeys
+    else:
+        layer = latent_from(layer_from(config, index, "self", None, {"device": "meta"}), form)
+        kind = OwnLatentAttention if form.select is None else OwnChoosingLatentAttention
+    return kind(layer, family, config, index)

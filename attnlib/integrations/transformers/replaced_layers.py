@@ -53,6 +53,8 @@ class ReplacedAttention(nn.Module):
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
         positions = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         shared = kwargs.pop("shared_kv_states", None)
+        attention_mask = mask if attention_mask is None else attention_mask
+        kwargs |= self._choice(hidden_states, angles, cache, attention_mask, kwargs)
         if self.layer.own_keys:
             key, value = self._stored(hidden_states, angles, cache, key_value_states)
         else:
@@ -62,7 +64,7 @@ class ReplacedAttention(nn.Module):
             shared[shared_as(self.config, self.layer_idx)] = key, value
         key, value = self._expanded(key, value)
         query = self._query(hidden_states, angles, positions)
-        out = self._attend(query, key, value, mask if attention_mask is None else attention_mask, kwargs)
+        out = self._attend(query, key, value, attention_mask, kwargs)
         if self.layer.gate is not None:
             out = self.layer.gate.apply(out, self.layer.g_proj(hidden_states))
         out = self.layer.o_proj(out.flatten(-2))
@@ -70,6 +72,12 @@ class ReplacedAttention(nn.Module):
             p = getattr(self.config, self.family.residual_dropout)
             out = nn.functional.dropout(out, p, training=self.training)
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
+
+    def _choice(
+        self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return further arguments of :meth:`_attend`, from those of the layer."""
+        return {}
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]
