@@ -64,12 +64,12 @@ def _forward(constants: dict) -> tuple[Loop, ...]:
 
 def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
     """A loop for each consumer. Wide values are multiplied piece by piece, before scores: softmax is under
-    nothing.
+    nothing. The scores of narrow heads come in two parts, each of which is waited for.
     """
     channels, values = constants["D_MAIN"] + constants["D_TAIL"], constants["E_MAIN"]
-    pieces = values // 64 if values > 128 else 1
-    products = (channels + pieces * constants["BLOCK_N"]) // (2 * DEPTH)
-    waits = (1, 0) if pieces == 1 else (1,) * (pieces - 1) + (0, 0)
+    pieces, parts = values // 64 if values > 128 else 1, 2 if max(channels, values) <= 64 else 1
+    products = (parts * channels + pieces * constants["BLOCK_N"]) // (2 * DEPTH)
+    waits = (1,) * parts + (0,) if pieces == 1 else (1,) * (pieces - 1) + (0, 0)
     return (Loop(products, waits, under_product=pieces == 1),) * constants["CONSUMERS"]
 
 

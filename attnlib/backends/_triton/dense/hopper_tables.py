@@ -137,16 +137,25 @@ FORWARD_MASKS = MappingProxyType(
         for version, table in FORWARD_FUNCTIONS.items()
     }
 )
-# Tables for fp8. TFLOP/s of whole calls (in d64, fp8 is no faster than bf16):
-#                                fp8  bf16
-#   d128, full, 8k        936 to 991   777  (982 with one more slot of values)
-#   d256, causal, 8k  1,036 to 1,085   723  (857 with blocks of 64 keys)
-#   d64                          515
-FORWARD_FP8 = (
+# Tables for fp8. TFLOP/s of whole calls, 8k (d256 in another run):
+#                            fp8  bf16
+#   d64, full                671   615  two consumers 524, three with scores at once 702
+#   d64, causal              567   561  two consumers 504, three with scores at once 531
+#   d128, full               977   795  932 if consumers do not take turns
+#   d128, causal             931   770  956 with 4 + 3 slots, which leave no barrier to take turns
+#   d256, causal  1,036 to 1,085   723  857 with blocks of 64 keys
+# As in bf16, three consumers of d64 have too few registers for softcap and slopes, and under Triton 3.9.
+_FP8_TWO_CONSUMERS = (
     (64, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
-    (192, ForwardConfig(128, 2, 1, 4, 3, False, False, 240, 24)),
+    (192, ForwardConfig(128, 2, 1, 3, 3, False, False, 240, 24)),
     (256, ForwardConfig(128, 2, 1, 2, 2, False, False, 240, 24)),
 )
+_FP8_THREE_CONSUMERS = (
+    (64, ForwardConfig(128, 3, 1, 3, 2, False, False, 160, 32)),
+    *_FP8_TWO_CONSUMERS[1:],
+)
+FORWARD_FP8 = MappingProxyType({(3, 6): _FP8_THREE_CONSUMERS, NEWEST: _FP8_TWO_CONSUMERS})
+FORWARD_FP8_OPTIONS = MappingProxyType({(3, 6): _FP8_TWO_CONSUMERS})
 # Heads of 257 to 512 channels have a forward of their own, whose programs compute 64 queries.
 FORWARD_WIDE = ForwardConfig(32, 1, 1, 2, 2, False, True, 168, 24)
 # The keys and values of heads that run together may take about this many bytes. TFLOP/s by the number of
@@ -220,7 +229,9 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
         return None
     of_scores = FORWARD if case.plain and not case.changed else FORWARD_FUNCTIONS
     tables = FORWARD_MASKS if case.by_function and not case.changed else of_scores
-    table = FORWARD_FP8 if case.itemsize == 1 else for_version(tables, triton)
+    if case.itemsize == 1:
+        tables = FORWARD_FP8 if case.plain else FORWARD_FP8_OPTIONS
+    table = for_version(tables, triton)
     config = _fitting(table, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
 

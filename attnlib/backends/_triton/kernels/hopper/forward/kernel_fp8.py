@@ -15,7 +15,7 @@ from ...scores import Modifiers, descaled, load_slope
 from ...tile import COUNTS
 from ..primitives import barriers, make_flag, opaque, ring
 from .consumer import RingSlots, hand_back
-from .consumer_fp8 import add_products, begin, step_fp8
+from .consumer_fp8 import add_products, await_turn, begin, pass_turn, step_fp8
 from .producer import produce
 from .results import ForwardOutputs, put_lse, put_out
 from .shared import (
@@ -55,13 +55,15 @@ def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
 @gluon.jit
 def consume(number: gl.constexpr, call, descales, results, shared, sizes):
     """Run one consumer: compute attention for its queries in every tile of this program."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N // sizes.PARTS, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
     FIRST_ROW: gl.constexpr = number * ROWS
-    zero = gl.zeros([ROWS, sizes.BLOCK_N], gl.float32, SCORES)
+    zero = gl.zeros([ROWS, sizes.BLOCK_N // sizes.PARTS], gl.float32, SCORES)
     out = shared.out.index(number)
     slots, count = RingSlots(0, 0, 0, 0), 0
     make_flag(number)
+    if number == 1:
+        pass_turn(number, sizes)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
         work = read(count, shared, sizes)
@@ -123,6 +125,8 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         put_out(out, work, first, 0, results, sizes)
         count += 1
         tile = wait_for_work(count, shared)
+    if number == 0:
+        await_turn(number, sizes)
     tma.store_wait(0)
 
 
@@ -142,7 +146,7 @@ def forward_fp8(
     """Write the output ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]`` for fp8 inputs.
 
     For packed sequences the shapes are ``[t, h, e]`` and ``[h, t]``. ``v_desc`` describes the transposed
-    values. The kernel always has two consumers.
+    values. The kernel has two or three consumers.
     """
     HOLES: gl.constexpr = (
         cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
@@ -150,10 +154,13 @@ def forward_fp8(
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     PIECES: gl.constexpr = E_MAIN // 64 if E_MAIN > 128 else 1
+    PARTS: gl.constexpr = 2 if max(D_MAIN + D_TAIL, E_MAIN) <= 64 else 1
+    # Without bounds that depend on the query, both consumers see the same key blocks.
+    TURNS: gl.constexpr = CONSUMERS == 2 and PARTS == PIECES and left is None and right is None
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = ForwardSizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES,
-        HIDES_FIRST, PACKED, PIECES, THREADS, THREADS, True,
+        HIDES_FIRST, PACKED, PIECES, THREADS, THREADS, True, PARTS=PARTS, TURNS=TURNS,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q, out = ring(dtype, CONSUMERS, ROWS, D_MAIN), ring(out_desc.dtype, CONSUMERS, ROWS, E_MAIN)
@@ -175,12 +182,30 @@ def forward_fp8(
     results = ForwardOutputs(
         out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E
     )
-    gl.warp_specialize(
-        [
-            (consume, (0, call, descales, results, shared, sizes)),
-            (consume, (1, call, descales, results, shared, sizes)),
-            (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
-        ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, call, descales, results, shared, sizes)),
+                (consume, (1, call, descales, results, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, call, descales, results, shared, sizes)),
+                (consume, (1, call, descales, results, shared, sizes)),
+                (consume, (2, call, descales, results, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
+                ),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -28,6 +28,8 @@ class ForwardSizes(NamedTuple):
     ``K_THREADS``, ``V_THREADS``: threads that meet at the named barrier of a slot of keys, or of values.
     ``SPARSE``: a mask function hides keys, and lists name the blocks that remain.
     ``E_TAIL``: channels of values that a second consumer sums for the same queries (partner.py), or 0.
+    ``PARTS``: the number of parts in which the scores of a key block are computed.
+    ``TURNS``: two consumers, which see the same key blocks, take turns to issue their products.
     """
 
     D: gl.constexpr
@@ -49,6 +51,8 @@ class ForwardSizes(NamedTuple):
     TRANSPOSED: gl.constexpr = False
     SPARSE: gl.constexpr = False
     E_TAIL: gl.constexpr = 0
+    PARTS: gl.constexpr = 1
+    TURNS: gl.constexpr = False
 
 
 class ForwardCall(NamedTuple):
