@@ -85,9 +85,13 @@ def test_a_branch_is_added_to_other_conversions(tmp_path, source, size):
     assert all(branches_in(tmp_path / "sparse"))
 
 
-def test_layers_choose_as_attnlib_layers_do(tmp_path, source):
-    """The layers of the model, called by the model, and each of them called alone."""
-    model, x = loaded(source, tmp_path / "out", "--select", TOKENS), torch.randn(2, 30, 32)
+@pytest.mark.parametrize("select", [TOKENS, BLOCKS, "top=6,heads=2,head_dim=2"])
+def test_layers_choose_as_attnlib_layers_do(tmp_path, source, select):
+    """The layers of the model, called by the model, and each of them called alone.
+
+    A branch of two channels has one pair of the two in the rope of its layer.
+    """
+    model, x = loaded(source, tmp_path / "out", "--select", select), torch.randn(2, 30, 32)
     ids = torch.arange(30)[None]
     angles = model.model.rotary_emb(x, ids)
     for module in model.modules():
