@@ -167,6 +167,8 @@ SPILLING = MappingProxyType(
         (3, 8): {
             **_SINCE_3_6,
             "forward d64 bf16 prefix Hopper": 10,
+            "forward d128 fp8 causal Hopper, softcap": 4,
+            "forward d192/128 fp8 causal Hopper, softcap": 4,
             "forward d128 fp8 causal Hopper, slopes": 27,
             "forward d192/128 fp8 causal Hopper, slopes": 27,
             "forward d256 fp8 causal Hopper, softcap": 4,

@@ -144,7 +144,7 @@ FORWARD_MASKS = MappingProxyType(
 #   d128, full               977   795  932 if consumers do not take turns
 #   d128, causal             931   770  956 with 4 + 3 slots, which leave no barrier to take turns
 #   d256, causal  1,036 to 1,085   723  857 with blocks of 64 keys
-# As in bf16, three consumers of d64 have too few registers for softcap and slopes, and under Triton 3.9.
+# Three consumers of d64 have too few registers for softcap and slopes, and from Triton 3.8 on.
 _FP8_TWO_CONSUMERS = (
     (64, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
     (192, ForwardConfig(128, 2, 1, 3, 3, False, False, 240, 24)),
@@ -154,7 +154,7 @@ _FP8_THREE_CONSUMERS = (
     (64, ForwardConfig(128, 3, 1, 3, 2, False, False, 160, 32)),
     *_FP8_TWO_CONSUMERS[1:],
 )
-FORWARD_FP8 = MappingProxyType({(3, 6): _FP8_THREE_CONSUMERS, NEWEST: _FP8_TWO_CONSUMERS})
+FORWARD_FP8 = MappingProxyType({(3, 6): _FP8_THREE_CONSUMERS, (3, 8): _FP8_TWO_CONSUMERS})
 FORWARD_FP8_OPTIONS = MappingProxyType({(3, 6): _FP8_TWO_CONSUMERS})
 # Heads of 257 to 512 channels have a forward of their own, whose programs compute 64 queries.
 FORWARD_WIDE = ForwardConfig(32, 1, 1, 2, 2, False, True, 168, 24)

@@ -145,7 +145,7 @@ def summed_and_packed(s, m_i, unit):
 
 
 @gluon.jit
-def higher_for_few(i, n, band, BLOCK_N: gl.constexpr):
+def headroom(i, n, band, BLOCK_N: gl.constexpr):
     """Return by how much to raise the first maximum of rows that see few of the keys from ``n`` on.
 
     The maximum of few scores is often far below those of later blocks, which would then be recomputed: 3.3
@@ -203,7 +203,7 @@ def begin(slots, block, queries, modifiers, band, shared, sizes, SUMS: gl.conste
     parts = scores_of_parts(queries, slots.k, n, modifiers, band, shared, sizes)
     barrier_arrive(FIRST + slots.k, sizes.K_THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, parts[0].type.layout))
-    higher = higher_for_few(i, n, band, sizes.BLOCK_N)
+    higher = headroom(i, n, band, sizes.BLOCK_N)
     l_i, words, m_i, _ = softmax_fp8(parts, m_i, True, unit_of(modifiers), higher)
     k, k_phase = advance(slots.k, slots.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
