@@ -132,7 +132,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         arguments = {"dim": "rank", "value_dim": "rank"} if self.is_latent else {}
         sizes = (self.heads, self.dim, self.value_dim, self.rope_dim, self.is_latent)
-        of_dim = 0 if self.index_dim and sizes == (1, 0, 0, 0, False) else 1
+        is_index_only = all(type(x) in (int, bool) for x in (*sizes, self.index_dim)) and self.index_dim > 0
+        of_dim = 0 if is_index_only and sizes == (1, 0, 0, 0, False) else 1
         for name, least in (("heads", 1), ("dim", of_dim), ("value_dim", of_dim), ("rope_dim", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
         check_count("first_tokens", self.first_tokens)
