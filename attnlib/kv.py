@@ -84,6 +84,7 @@ class KVLayout:
             TypeError: a size is not an int; ``storage_dtype`` is not None, int8 or float8_e4m3fn;
                 ``index_dtype`` is not None or float8_e4m3fn; or ``dtype`` is not fp16, bf16, fp32 or fp64.
         """
+        check_count("dim", dim, least=1)
         value_dim = dim if value_dim is None else value_dim
         index = (index_dim, index_heads, index_dtype)
         return cls(heads, dim, value_dim, 0, False, window, dtype, storage_dtype, first_tokens, *index)

@@ -50,7 +50,7 @@ class ChoosesKeys(ReplacedAttention):
         return {"angles": angles, "positions": position_ids if needs_them else None}
 
     @torch.no_grad()
-    def _choice(
+    def _own_choice(
         self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Store the index keys of x, and return the keys that its tokens see."""

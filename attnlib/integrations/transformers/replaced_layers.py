@@ -55,7 +55,7 @@ class ReplacedAttention(nn.Module):
         shared = kwargs.pop("shared_kv_states", None)
         attention_mask = mask if attention_mask is None else attention_mask
         self._check_static(hidden_states, cache, attention_mask)
-        kwargs |= self._choice(hidden_states, angles, cache, attention_mask, kwargs)
+        kwargs |= self._own_choice(hidden_states, angles, cache, attention_mask, kwargs)
         if self.layer.own_keys:
             key, value = self._stored(hidden_states, angles, cache, key_value_states)
         else:
@@ -92,7 +92,7 @@ class ReplacedAttention(nn.Module):
                 f'{tokens} are used, got None; select attn_implementation="attnlib", which makes it'
             )
 
-    def _choice(
+    def _own_choice(
         self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Return further arguments of :meth:`_attend`, from those of the layer."""
