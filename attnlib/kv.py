@@ -84,6 +84,7 @@ class KVLayout:
             TypeError: a size is not an int; ``storage_dtype`` is not None, int8 or float8_e4m3fn;
                 ``index_dtype`` is not None or float8_e4m3fn; or ``dtype`` is not fp16, bf16, fp32 or fp64.
         """
+        check_count("dim", dim, least=1)
         value_dim = dim if value_dim is None else value_dim
         index = (index_dim, index_heads, index_dtype)
         return cls(heads, dim, value_dim, 0, False, window, dtype, storage_dtype, first_tokens, *index)
@@ -132,7 +133,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         arguments = {"dim": "rank", "value_dim": "rank"} if self.is_latent else {}
         sizes = (self.heads, self.dim, self.value_dim, self.rope_dim, self.is_latent)
-        of_dim = 0 if self.index_dim and sizes == (1, 0, 0, 0, False) else 1
+        is_index_only = all(type(x) in (int, bool) for x in (*sizes, self.index_dim)) and self.index_dim > 0
+        of_dim = 0 if is_index_only and sizes == (1, 0, 0, 0, False) else 1
         for name, least in (("heads", 1), ("dim", of_dim), ("value_dim", of_dim), ("rope_dim", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
         check_count("first_tokens", self.first_tokens)

@@ -262,11 +262,12 @@ def _to_own(
             raise RequestError(f"{error}{instead(model)}") from error
         if size is None:
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
-            total -= sum(x.head_dim * model.dtype.itemsize for x in branches or () if x is not None)
+            indexed = sum(x.head_dim * model.dtype.itemsize for x in branches or () if x is not None)
+            total -= indexed
             is_known = calibrations is not None or not calibrated
             kinds = alternatives(kind, total)
             kind = kinds[0]
-            require_room(kind, total)
+            require_room(kind, total, indexed)
             if calibrated and calibrations is None:
                 head_of(kind)  # raises before the model is calibrated
             if calibrations is not None:

@@ -173,6 +173,7 @@ def _learn(
         _speaker(settings.teacher, settings, ranks, "the original", learns=False) as teacher,
         _speaker(settings.source, settings, ranks, "the converted model", learns=True) as student,
     ):
+        teacher.branches = ()  # the original is scored as it is, whatever it chooses
         original = scores(teacher, "the original")
         batches = corpus.batches(
             count=recipe.steps, batch=recipe.batch, context=recipe.context, seed=settings.seed

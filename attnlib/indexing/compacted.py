@@ -1,4 +1,4 @@
-"""The choice among blocks of visible keys, which hidden keys do not count into."""
+"""Choose among blocks that contain visible keys only."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ FinishAt = Callable[[Tensor, Tensor], Tensor]
 def choose_compacted(
     index: IndexTensors, indexer: Indexer, visible: Tensor, finish: FinishAt, *, budget: int = BUDGET
 ) -> Tensor:
-    """Return the keys that an index branch chooses if blocks have visible keys only, int32 ``[b, s, 1, n]``.
+    """Return the keys that an index branch chooses from blocks of visible keys, int32 ``[b, s, 1, n]``.
 
     Like :func:`.choosing.choose`, but blocks of a query begin at the first key that it sees, and leave out
     keys that it does not see. ``visible`` is bool ``[b, s, t]``; or ``[b, 1, t]`` for the last query, if each
@@ -37,7 +37,7 @@ def choose_compacted(
 
 
 def _of_rows(queries: Tensor, keys: Tensor, indexer: Indexer, visible: Tensor, finish: FinishAt) -> Tensor:
-    """Return the lists of queries, of which equally many see the keys of each row of ``visible``."""
+    """Return the lists of queries; each row of ``visible`` is that of equally many queries in a row."""
     (b, rows), size = visible.shape[:2], indexer.block_size
     order = visible.byte().argsort(dim=-1, descending=True, stable=True)  # [b, rows, t]
     count = visible.sum(-1, dtype=torch.int32).flatten()

@@ -22,7 +22,7 @@ from .scores import block_maxima, combined, widened
 if TYPE_CHECKING:  # importing torch.distributed takes longer than importing attnlib
     from torch.distributed import ProcessGroup
 
-BUDGET = 1 << 28  # bytes of probabilities, and of products of index heads, at a time
+BUDGET = 1 << 30  # bytes of probabilities, and of products of index heads, at a time
 
 
 class MainAttention(NamedTuple):
@@ -74,18 +74,22 @@ def index_loss(
     """
     _check(index, main, indexer, chosen, finish)
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        rows = [(n, n, n) for n in range(index.queries.shape[0])]
+        b, n = index.queries.shape[0], _Sequences(main, indexer, chosen, budget).together(index.keys.shape[1])
+        rows = [(x, x, x) for x in (slice(at, at + n) for at in range(0, b, n))]
     else:
-        rows = [(q, k, (slice(None), q)) for q, k in packed_sequences(cu_seqlens_q, cu_seqlens_k)]
-    kl, count = widened(index.queries).new_zeros(()), 0
+        rows = [
+            ((None, q), (None, k), (None, slice(None), q))
+            for q, k in packed_sequences(cu_seqlens_q, cu_seqlens_k)
+        ]
+    kl, count = widened(index.queries[:0]).new_zeros(()), 0
     for of_q, of_k, of_lse in rows:
         lists = None if chosen is None else chosen[of_q]
         own = main._replace(q=main.q[of_q], k=main.k[of_k], lse=main.lse[of_lse])
-        sequence = _Sequence(own, indexer, lists, budget)
-        scored = block_keys(index.keys[of_k][None], indexer, finish)[0]
+        sequences = _Sequences(own, indexer, lists, budget)
+        scored = block_keys(index.keys[of_k], indexer, finish)
         weights = None if index.weights is None else index.weights[of_q]
-        kl = kl + _Divergence.apply(sequence, index.queries[of_q], scored, weights)
-        count = count + sequence.counted().sum()
+        kl = kl + _Divergence.apply(sequences, index.queries[of_q], scored, weights)
+        count = count + sequences.counted().sum()
     return kl / torch.as_tensor(count, device=kl.device).clamp(min=1)
 
 
@@ -109,8 +113,8 @@ def _check(
         )
 
 
-class _Sequence(NamedTuple):
-    """One sequence: its main attention without ``b``, and its lists ``[s, c, n]`` or None."""
+class _Sequences(NamedTuple):
+    """Sequences of equal length: their main attention with ``b``, and lists ``[b, s, c, n]`` or None."""
 
     main: MainAttention
     indexer: Indexer
@@ -120,44 +124,52 @@ class _Sequence(NamedTuple):
     @property
     def seen(self) -> Tensor:
         """The number of keys that each query sees, ``[s]``."""
-        s, t = self.main.q.shape[0], self.main.k.shape[0]
+        s, t = self.main.q.shape[1], self.main.k.shape[1]
         return torch.arange(t - s + 1, t + 1, device=self.main.q.device)
 
     def counted(self) -> Tensor:
-        """Return the queries that see a key and have a scored block in C, bool ``[s, c]``."""
+        """Return the queries that see a key and have a scored block in C, bool ``[b, s, c]``."""
         candidates = candidates_of(self.seen, self.indexer)[:, None]
-        sees = (self.main.lse > -torch.inf).any(0)[:, None]
+        sees = (self.main.lse > -torch.inf).any(1)[..., None]
         if self.lists is None:
-            return (sees & (candidates > 0)).expand(-1, self.indexer.lists)
+            return (sees & (candidates > 0)).expand(-1, -1, self.indexer.lists)
         return sees & ((self.lists >= 0) & (self.lists < candidates[..., None])).any(-1)
+
+    def together(self, scored: int) -> int:
+        """Return how many sequences fit in the budget whole, at least 1, for this number of scored keys."""
+        return max(1, self.budget // max(1, self.main.q.shape[1] * self._bytes_per_query(scored)))
 
     def chunks(self, scored: int) -> list[slice]:
         """Return the rows of each chunk, given the number of keys with a score; no rows if it is 0."""
-        (s, heads, _), t, indexer = self.main.q.shape, self.main.k.shape[0], self.indexer
+        b, s = self.main.q.shape[:2]
+        step = max(1, self.budget // max(1, b * self._bytes_per_query(scored)))
+        return [slice(n, min(s, n + step)) for n in range(0, s if scored else 0, step)]
+
+    def _bytes_per_query(self, scored: int) -> int:
+        heads, t, indexer = self.main.q.shape[-2], self.main.k.shape[-3], self.indexer
         each = heads * t + 4 * indexer.heads * scored  # probabilities, and products with their gradients
         if self.lists is not None:  # gathered keys with their gradients, and products with theirs
             keys = self.lists.shape[-2:].numel() * indexer.block_size
             each = keys * (2 * indexer.head_dim + 4 * indexer.heads // indexer.lists)
-        step = max(1, self.budget // max(1, 4 * each))
-        return [slice(n, min(s, n + step)) for n in range(0, s if scored else 0, step)]
+        return 4 * each
 
     def divergence(self, rows: slice, queries: Tensor, scored: Tensor, weights: Tensor | None) -> Tensor:
         """Return the sum of the divergences of some rows; it is differentiable in their index tensors."""
         size, seen = self.indexer.block_size, self.seen[rows]
         candidates = candidates_of(seen, self.indexer)[:, None, None]
-        grouped = widened(queries).unflatten(1, (self.indexer.lists, -1))
-        last = self.main.k.shape[0] - self.main.q.shape[0] + rows.stop
+        grouped = widened(queries).unflatten(2, (self.indexer.lists, -1))
+        last = self.main.k.shape[1] - self.main.q.shape[1] + rows.stop
         if self.lists is None:
-            scored = widened(scored[: last // size if self.indexer.pool == "mean" else last])
-            products = torch.einsum("scfd,td->scft", grouped, scored)
-            j = torch.arange(scored.shape[0], device=seen.device)[None, None]
+            scored = widened(scored[:, : last // size if self.indexer.pool == "mean" else last])
+            products = torch.einsum("bscfd,btd->bscft", grouped, scored)
+            j = torch.arange(scored.shape[1], device=seen.device)[None, None]
             blocks = torch.arange(-(-last // size), device=seen.device)[None, None]
         else:
-            blocks = self.lists[rows].long()
+            blocks = self.lists[:, rows].long()
             j = blocks if self.indexer.pool == "mean" else keys_of(blocks, size)
-            products = torch.einsum(
-                "scfd,scnd->scfn", grouped, widened(scored[j.clamp(0, scored.shape[0] - 1)])
-            )
+            n = torch.arange(len(j), device=j.device)[:, None, None, None]
+            keys = scored[n, j.clamp(0, scored.shape[1] - 1)]
+            products = torch.einsum("bscfd,bscnd->bscfn", grouped, widened(keys))
         scores = combined(products, weights, self.indexer)
         if self.indexer.pool == "max":
             hidden = (j < 0) | (j >= seen[:, None, None])
@@ -167,21 +179,21 @@ class _Sequence(NamedTuple):
         return _kl(self._probabilities(rows, last)[..., :count], scores, valid[..., :count])
 
     def _probabilities(self, rows: slice, last: int) -> Tensor:
-        """Return the probabilities of the keys of the lists, or of all, summed over blocks: ``[s, c, n]``."""
+        """Return the probabilities of listed keys, or of all, summed over blocks: ``[b, s, c, n]``."""
         main, lists, size = self.main, self.indexer.lists, self.indexer.block_size
-        q, lse = main.q[rows].unflatten(1, (lists, -1)), main.lse[:, rows].unflatten(0, (lists, -1))
+        q, lse = main.q[:, rows].unflatten(2, (lists, -1)), main.lse[:, :, rows].unflatten(1, (lists, -1))
         found = []
         for n in range(lists):  # by the heads that read one list
-            k = main.k[None, :last] if lists == 1 else main.k[None, :last, n : n + 1]
-            call = Call(q[None, :, n], CAUSAL, main.score, k, first_column(k))
+            k = main.k[:, :last] if lists == 1 else main.k[:, :last, n : n + 1]
+            call = Call(q[:, :, n], CAUSAL, main.score, k, first_column(k))
             if self.lists is None:
-                every = torch.arange(q.shape[0], device=q.device)
-                found.append(compute(call, Statistic("rows", lse[n][None], every))[0].mean(0))
+                every = torch.arange(q.shape[1], device=q.device)
+                found.append(compute(call, Statistic("rows", lse[:, n], every)).mean(1))
             else:
-                at = keys_of(self.lists[rows, n].long(), size)
-                at = at.masked_fill(at >= last, -1)[None]
-                found.append(compute(call, Statistic("heads", lse[n][None], at=at))[0])
-        p = torch.stack(found, 1)
+                at = keys_of(self.lists[:, rows, n].long(), size)
+                at = at.masked_fill(at >= last, -1)
+                found.append(compute(call, Statistic("heads", lse[:, n], at=at)))
+        p = torch.stack(found, 2)
         if main.group is not None and lists == 1:
             torch.distributed.all_reduce(p, group=main.group)
             p /= main.group.size()
@@ -198,20 +210,21 @@ def _kl(p: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergence of a sequence, whose forward pass also computes the gradients, chunk by chunk."""
+    """The divergence of sequences, whose forward pass also computes the gradients, chunk by chunk."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, sequence: _Sequence, queries: Tensor, scored: Tensor, weights: Tensor | None
+        ctx: FunctionCtx, sequences: _Sequences, queries: Tensor, scored: Tensor, weights: Tensor | None
     ) -> Tensor:
         given = [queries, scored] + ([] if weights is None else [weights])
         wanted = any(ctx.needs_input_grad)
         total, grads = widened(queries[:0]).new_zeros(()), [torch.zeros_like(widened(x)) for x in given]
-        for rows in sequence.chunks(scored.shape[0]):
-            places = [rows, slice(None), rows][: len(given)]
+        for rows in sequences.chunks(scored.shape[1]):
+            own = (slice(None), rows)
+            places = [own, slice(None), own][: len(given)]
             leaves = [x.detach()[at].requires_grad_(wanted) for x, at in zip(given, places, strict=True)]
             with torch.set_grad_enabled(wanted), torch.autocast(queries.device.type, enabled=False):
-                found = sequence.divergence(rows, *leaves, *[None] * (3 - len(leaves)))
+                found = sequences.divergence(rows, *leaves, *[None] * (3 - len(leaves)))
             total += found.detach()
             if wanted:
                 parts = torch.autograd.grad(found, leaves)

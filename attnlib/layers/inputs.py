@@ -173,7 +173,10 @@ def _check_together(x: Tensor, given: Inputs) -> None:
     """Raise ValueError if arguments are given together that contradict each other, or one lacks another."""
     context, keys, kv, cu_seqlens = given.context, given.keys, given.kv, given.cu_seqlens
     if keys is not None and (context is not None or (kv is not None and kv.layout.has_keys)):
-        raise ValueError("keys: it excludes context= and kv=, which are other keys; pass one of them")
+        raise ValueError(
+            "keys: it excludes context= and kv=, which are other keys; pass one of them. A layer with "
+            "select= and own_keys=False takes keys= and the kv= of its own kv_layout"
+        )
     if isinstance(keys, KVView) and cu_seqlens is not None:
         raise ValueError("keys: a view of a cache excludes cu_seqlens=; it knows its own sequences")
     if kv is not None and (context is not None or cu_seqlens is not None):

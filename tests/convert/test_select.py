@@ -8,12 +8,12 @@ from checkpoint_helpers import contents
 from family_models import make
 from model_helpers import add_tokenizer
 from safetensors.torch import load_file
-from transformers import DynamicCache, MistralConfig, Qwen2Config
+from transformers import DynamicCache, MistralConfig, Qwen2Config, StaticCache
 
 import attnlib
 from attnlib.__main__ import main
 from attnlib.indexing import Chosen
-from attnlib.integrations.transformers import PagedCache
+from attnlib.integrations.transformers import PagedCache, selecting
 from attnlib.integrations.transformers.own_selecting import ChoosesKeys
 from attnlib.models.own_form import layers_of
 from tests.convert.test_own import difference, report_of, run, saved, tiny
@@ -245,12 +245,69 @@ def test_a_comparison_is_exact_up_to_the_chosen_keys(tmp_path, capsys):
         ("top=0", "--select: top: expected a count of 1"),
         ("top=4,heads=two", "--select: heads: expected a count of 1"),
         ("top=4,head_dim=-1", "--select: head_dim: expected a count of 1"),
+        ("top=2000000", "--select: top: expected a count of 1 to 1048576, got 2000000"),
+        (
+            "top=4,heads=10000,head_dim=1000",
+            "--select: heads: expected at most 1048576 channels in all heads",
+        ),
     ],
 )
 def test_wrong_branches_are_refused(tmp_path, source, asked, reason, capsys):
     run(source, tmp_path / "out", "--select", asked, code=2)
     assert reason in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_without_room_for_the_layers_names_index_keys(tmp_path, source, capsys):
+    run(source, tmp_path / "out", "--cache", 100, "--select", "top=6,head_dim=64", code=2)
+    assert "bytes, the size of the smallest layers with index keys, got 100" in capsys.readouterr().err
+
+
+def test_a_rope_that_needs_lengths_needs_whole_branches(tmp_path, capsys):
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    place = saved(tiny(rope_parameters=scaling), tmp_path / "in")
+    run(place, tmp_path / "out", "--select", "top=4,head_dim=2", code=2)
+    assert "head_dim: expected at least" in capsys.readouterr().err
+    run(place, tmp_path / "whole", "--select", "top=4")
+
+
+@pytest.mark.parametrize("select", [None, TOKENS])
+def test_sdpa_over_a_static_cache_is_refused_without_a_mask(tmp_path, source, select):
+    options = ("--select", select) if select else ("--kv-heads", 2)
+    model = loaded(source, tmp_path / "out", *options)
+    tokens = torch.arange(20)[None]
+    want = model(tokens).logits
+    for name in ("eager", "attnlib"):
+        model.set_attn_implementation(name)
+        static = StaticCache(config=model.config, max_cache_len=32)
+        torch.testing.assert_close(model(tokens, cache=static).logits, want, atol=1e-5, rtol=1e-5)
+    model.set_attn_implementation("sdpa")
+    full = StaticCache(config=model.config, max_cache_len=20)
+    torch.testing.assert_close(model(tokens, cache=full).logits, want, atol=1e-5, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected one with a static cache of 32"):
+        model(tokens, cache=StaticCache(config=model.config, max_cache_len=32))
+
+
+def test_prompts_in_static_caches_make_no_square_masks(tmp_path, source, monkeypatch):
+    model = loaded(source, tmp_path / "out", "--select", TOKENS)
+    model.set_attn_implementation("attnlib")
+    tokens, static = torch.arange(20)[None], StaticCache(config=model.config, max_cache_len=32)
+    want = model(tokens).logits
+    monkeypatch.setattr(selecting, "choose_visible", None)
+    torch.testing.assert_close(model(tokens, cache=static).logits, want, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_steps_choose_blocks(tmp_path, source):
+    model = loaded(source, tmp_path / "out", "--select", BLOCKS)
+    model.set_attn_implementation("attnlib")
+    tokens, found = torch.arange(30)[None], []
+    for step in (model, torch.compile(model, backend="eager")):
+        static = StaticCache(config=model.config, max_cache_len=40)
+        with torch.no_grad():
+            model(tokens[:, :-1], cache=static, attention_mask=torch.ones(1, 29).long())
+            given = {"attention_mask": torch.ones(1, 30).long(), "position_ids": torch.tensor([[29]])}
+            found.append(step(tokens[:, -1:], cache=static, **given).logits)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("target", [("gqa", "--kv-heads"), ("mla", "--rank")])

@@ -367,11 +367,11 @@ def recent(*others: Iterable) -> list:
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-def small(family: str) -> torch.nn.Module:
+def small(family: str, **fields: object) -> torch.nn.Module:
     """A causal language model of a family, whose every weight shows in its logits."""
     make = CONFIG_MAPPING[family]
     biased = {"attention_bias": True} if hasattr(make(), "attention_bias") else {}
-    config = make(**SIZES | biased | (DECODERS | RECENT)[family])
+    config = make(**SIZES | biased | (DECODERS | RECENT)[family] | fields)
     if family in SEEING:
         return lively(seeing(SEEING[family], config).float())
     model = Mistral4ForCausalLM(config) if family == "mistral4" else AutoModelForCausalLM.from_config(config)

@@ -202,10 +202,11 @@ def test_a_static_cache_in_a_compiled_step():
     assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)
 
 
+@pytest.mark.parametrize("way", ["attention", "layers"])
 @torch.no_grad()
-def test_compiled_steps_of_one_token():
+def test_compiled_steps_of_one_token(way):
     torch._dynamo.reset()
-    eager, ours = replaced(**ONE_LAYER)
+    eager, ours = replaced(way, **ONE_LAYER)
     ids, cache = tokens(eager, 2, 12), StaticCache(config=ours.config, max_cache_len=32)
     mask, expected = torch.ones(2, 12, dtype=torch.long), eager(ids).logits
     ours(ids[:, :9], attention_mask=mask[:, :9], **{CACHE: cache})

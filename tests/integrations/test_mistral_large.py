@@ -1,5 +1,7 @@
 """Mistral Large 4: layers that read the latents of earlier ones, without rope, and with learnt factors."""
 
+import copy
+
 import pytest
 import torch
 from families import CACHE, RECENT, SIZES, small
@@ -206,3 +208,15 @@ def test_other_configs_are_refused(fields, message):
     config = CONFIG_MAPPING[FAMILY](**SIZES | RECENT[FAMILY] | fields)
     with pytest.raises(NotImplementedError, match=message):
         hf.from_config(config, 3, device="meta")
+
+
+@torch.no_grad()
+def test_a_rope_that_needs_the_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    torch.manual_seed(0)
+    eager = small(FAMILY, rope_parameters=rope, max_position_embeddings=16).eval()
+    ours = hf.replace(copy.deepcopy(eager))
+    eager.set_attn_implementation("eager")
+    for count in (5, 24):
+        ids = torch.arange(3, 3 + count)[None]
+        agree(ours(ids).logits, eager(ids).logits)

@@ -205,7 +205,7 @@ def test_keys_that_masks_show():
 )
 def test_indices_that_are_no_lists_are_refused(indices):
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match='indices: attn_implementation="attnlib" does not read'):
+    with pytest.raises(NotImplementedError, match=r"indices: expected int32 lists of keys \[b, s, n\]"):
         attention_forward(nn.Module(), q, q, q, None, indices=indices)
     offsets = torch.tensor([0, 3], dtype=torch.int32)
     lists = torch.zeros(1, 3, 1, dtype=torch.int32)

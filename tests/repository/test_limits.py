@@ -208,10 +208,10 @@ def test_backends_stay_small():
     multiply listed keys once, which is three times as fast, brought 228. Mask and score functions in Hopper's
     kernels over latents brought 20. Lists of rows in a cache, made while the decode kernel starts, brought
     20. Writing index keys, on two backends, brought 10, and a kernel for the scores of index branches 137; to
-    read index keys in the pages of a cache, 31.
+    read index keys in the pages of a cache, 31. A forward in e4m3 that is up to a quarter faster brought 5.
     """
     found = {source.path: source.statements for source in BACKENDS if source.is_core}
-    assert sum(found.values()) <= 6463, f"{sum(found.values())} statements in backends/, not 6463: {found}"
+    assert sum(found.values()) <= 6468, f"{sum(found.values())} statements in backends/, not 6468: {found}"
 
 
 def test_the_benchmark_stays_small():

@@ -85,6 +85,7 @@ def test_a_mask_may_show_as_many_first_keys_as_are_kept():
     [
         (lambda: KVLayout.grouped(0, 64), ValueError, "heads: expected at least 1, got 0"),
         (lambda: KVLayout.grouped(2, 0), ValueError, "dim: expected at least 1, got 0"),
+        (lambda: KVLayout.grouped(1, 0, index_dim=16), ValueError, "dim: expected at least 1, got 0"),
         (lambda: KVLayout.grouped(2, 64, 0), ValueError, "value_dim: expected at least 1, got 0"),
         (lambda: KVLayout.latent(512, -1), ValueError, "rope_dim: expected at least 0, got -1"),
         (lambda: KVLayout.grouped(2, 64, window=0), ValueError, "window: expected at least 1, got 0"),

@@ -17,6 +17,7 @@ from ..stock import read_config
 #   2 heads of 64   4 of 32   4 of 64   8 of 64
 #   0.959           0.958     0.961     0.963
 HEADS = 4
+MOST = 2**20  # of any size, and of the channels of all heads: more is a mistake
 NAMES = ("top", "heads", "head_dim", "block_size")
 
 
@@ -34,7 +35,8 @@ class Branches:
         """Parse the value of ``--select``.
 
         Raises:
-            RequestError: a name is unknown, twice there or missing, or a value is not a positive count.
+            RequestError: a name is unknown, twice there or missing, or a value is not a positive count,
+                or too large.
 
         >>> Branches.of("top=512,heads=8")
         Branches(top=512, heads=8, head_dim=None, block_size=1)
@@ -47,9 +49,13 @@ class Branches:
                 raise RequestError(
                     f"--select: expected {wanted}, as in top=512,heads=4, got {part.strip()!r}"
                 )
-            if not value.isdecimal() or not 1 <= int(value) <= 2**24:
-                raise RequestError(f"--select: {name}: expected a count of 1 to {2**24}, got {value!r}")
+            if not value.isdecimal() or not 1 <= int(value) <= MOST:
+                raise RequestError(f"--select: {name}: expected a count of 1 to {MOST}, got {value!r}")
             found[name] = int(value)
+        if (channels := found.get("heads", HEADS) * found.get("head_dim", 1)) > MOST:
+            raise RequestError(
+                f"--select: heads: expected at most {MOST} channels in all heads, got {channels}"
+            )
         if "top" not in found:
             raise RequestError(f"--select: expected top=N, the keys of each query, got {text!r}")
         return cls(**found)

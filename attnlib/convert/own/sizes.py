@@ -134,11 +134,12 @@ def smallest(kind: Kind) -> list[int]:
     return [min(kind.sizes(index)) for index in kind.model.layers]
 
 
-def require_room(kind: Kind, total: int) -> None:
+def require_room(kind: Kind, total: int, indexed: int = 0) -> None:
     """Raise RequestError if layers of the smallest sizes exceed ``total`` cache bytes per token."""
     if total < (least := _least_bytes(kind)):
         raise RequestError(
-            f"--cache: expected at least {least} bytes, the size of the smallest layers, got {total}"
+            f"--cache: expected at least {least + indexed} bytes, the size of the smallest layers"
+            f"{' with index keys' if indexed else ''}, got {total + indexed}"
         )
 
 

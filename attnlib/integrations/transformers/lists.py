@@ -8,17 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ...indexing import Chosen
-from ...internal.checks import is_recorded
+from ...internal.checks import came, is_recorded
 from .handed import HandedMask
 
-# The arguments with lists, and why attention refuses others.
+# The arguments with lists, and the form that attention reads.
 LISTS = MappingProxyType(
     {
-        "indices": "they are no lists of keys, int32 [b, s, n], for the queries",
-        "block_indices": (
-            "they are no lists of blocks, [b, 1 or heads, s, n], for the queries of a layer whose indexer "
-            "has a block_size"
-        ),
+        "indices": "int32 lists of keys [b, s, n]",
+        "block_indices": "integer lists of blocks [b, 1 or heads, s, n], of an indexer with a block_size",
     }
 )
 
@@ -42,14 +39,15 @@ def chosen_of(module: nn.Module, query: Tensor, key: Tensor, given: Mapping[str,
         lists = _blocks(module, lists, [(b, c, s) for c in (1, key.shape[1], h)])
     if lists is None:
         raise NotImplementedError(
-            f'{name}: attn_implementation="attnlib" does not read this tensor, but {LISTS[name]}; use "eager"'
+            f"{name}: expected {LISTS[name]}, for queries of {b} rows and {s} tokens, got "
+            f'{came(given[name])}; use "eager"'
         )
     refuse_offsets(given)
     return lists
 
 
 def refuse_offsets(given: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for offsets of packed sequences, whose keys no list counts."""
+    """Raise NotImplementedError for offsets of packed sequences, since lists count the keys of a row."""
     if given.get("cu_seq_lens_q") is not None:
         raise NotImplementedError(
             "cu_seq_lens_q: expected None with lists of chosen keys, which count the keys of a row, got "
@@ -75,7 +73,7 @@ def _blocks(module: nn.Module, lists: Any, shapes: list[tuple[int, int, int]]) -
 
 
 def check_padding(module: nn.Module, mask: Tensor | None, keys: int, size: int) -> None:
-    """Raise NotImplementedError if a mask hides other keys than the last ones of a row of ``keys`` keys.
+    """Raise NotImplementedError unless a mask over ``keys`` keys hides only keys at the end of rows.
 
     transformers' index branches score hidden keys too, and count blocks of ``size`` keys from the start of
     the row, so hidden keys would change the choice of all later queries. A single block is always chosen.
@@ -87,9 +85,9 @@ def check_padding(module: nn.Module, mask: Tensor | None, keys: int, size: int) 
     if not is_tree and shown.dim() == 2 and shown.dtype == torch.bool and _is_prefix(shown):
         return
     raise NotImplementedError(
-        f"attention_mask: expected padding on the right only with layers that choose blocks of {size} of "
-        f"more keys, since transformers' index branch counts hidden keys, got another mask for {keys} keys; "
-        "pad on the right, or pass sequences one by one"
+        f"attention_mask: expected padding on the right only, since transformers' index branch also counts "
+        f"hidden keys into its blocks of {size}, got another mask over {keys} keys; pad on the right, or "
+        "pass sequences one by one"
     )
 
 
@@ -101,7 +99,7 @@ def check_positions(
     keys: int,
     size: int,
 ) -> None:
-    """Raise NotImplementedError unless tokens, which end before the slot ``end``, count slots of their row.
+    """Raise NotImplementedError unless position ids are the slots of tokens, the last ``end - 1``.
 
     transformers' index branches choose among the slots up to a token's position id.
     """
@@ -114,9 +112,8 @@ def check_positions(
         differ = differ & _plain(mask).bool()[:, slots]
     if differ.any():
         raise NotImplementedError(
-            f"position_ids: expected those of tokens from the start of each row, with layers that choose "
-            f"blocks of {size} of more keys, since transformers' index branch looks for blocks up to them, "
-            "got others; pass sequences one by one"
+            "position_ids: expected 0, 1, 2, ... in each row, since transformers' index branch takes them as "
+            f"places of keys in the row to choose blocks of {size}, got others; pass sequences one by one"
         )
 
 

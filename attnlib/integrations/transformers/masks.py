@@ -66,8 +66,9 @@ def attention_mask(
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if torch.compiler.is_compiling() or (attention_mask is not None and is_tracing(attention_mask)):
         traced = sdpa_mask(*sizes, **options)
-        if q_length > 1 or traced is None or hasattr(options.get("config"), "index_topk"):
-            return traced  # transformers' indexers read a mask [b, 1, s, t]
+        fields = ("index_topk", "indexer_n_heads")  # of configs whose indexers read a mask [b, 1, s, t]
+        if q_length > 1 or traced is None or any(hasattr(options.get("config"), x) for x in fields):
+            return traced
         return traced[:, 0, 0]
     skips = options.get("allow_is_causal_skip", True)
 

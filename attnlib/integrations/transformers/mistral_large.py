@@ -23,9 +23,12 @@ class LearntRope(Rope):
             "pass angles=layer.rope.learnt_angles(positions, alpha), with alpha of the model's rotary_emb"
         )
 
-    def learnt_angles(self, positions: Tensor, alpha: Tensor) -> Angles:
-        """Return the angles at integer ``positions`` ``[...]``, which have gradients for ``alpha``."""
-        frequencies = self.inverse_frequencies(device=positions.device) * alpha.float().exp()
+    def learnt_angles(self, positions: Tensor, alpha: Tensor, *, length: int | None = None) -> Angles:
+        """Return the angles at integer ``positions`` ``[...]``, which have gradients for ``alpha``.
+
+        Some scalings need the ``length`` of the sequence.
+        """
+        frequencies = self.inverse_frequencies(length=length, device=positions.device) * alpha.float().exp()
         phases = positions[..., None].float() * frequencies
         return Angles(phases.cos(), phases.sin(), self.interleaved)
 

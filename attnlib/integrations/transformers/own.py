@@ -210,6 +210,11 @@ def branch_form(config: Any, index: int, *, head_dim: int | None, **sizes: int) 
     head_dim = layer.head_dim if head_dim is None else head_dim
     pairs = 0 if layer.rope is None else layer.rope.dim // 2
     count = min(pairs, head_dim // 2)
+    if 0 < count < pairs and layer.rope.needs_length:
+        raise ValueError(
+            f"head_dim: expected at least {2 * pairs}, since {type(layer.rope.scaling).__name__} needs the "
+            f"length of the sequence, got {head_dim}"
+        )
     chosen = tuple(c * pairs // count for c in range(count))
     form = BranchForm(head_dim=head_dim, rope_pairs=chosen, **sizes)
     check_select(layer, _indexer(form, layer.rope), kv_heads=layer.num_kv_heads, q_lora_rank=None)

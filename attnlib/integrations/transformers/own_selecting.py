@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from ...indexing import Chosen, IndexTensors, choose, choose_visible, keys_of
+from ...indexing import Chosen, IndexTensors, choose, keys_of
+from ...internal.padding import edges_of
 from ...rope.rope import Angles
 from .handed import HandedMask
 from .replaced_layers import ReplacedAttention
 from .replacing import angles_at
-from .selecting import visible_of
+from .selecting import visible_lists
 
 ALL = Chosen(None)
 
@@ -43,11 +44,13 @@ class ChoosesKeys(ReplacedAttention):
         """Return the arguments of the attnlib layer, from those of the model's layer."""
         position_ids = given.get("position_ids")
         angles = self._angles(given.get("position_embeddings"), position_ids)
-        is_alike = self.layer.select.rope in (None, self.layer.rope)
-        return {"angles": angles, "positions": None if is_alike else position_ids}
+        layer, rope = self.layer, self.layer.select.rope
+        counts = rope not in (None, layer.rope) and not rope.needs_length  # else by the tokens of x
+        needs_them = counts or layer.temperature is not None
+        return {"angles": angles, "positions": position_ids if needs_them else None}
 
     @torch.no_grad()
-    def _choice(
+    def _own_choice(
         self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Store the index keys of x, and return the keys that its tokens see."""
@@ -77,19 +80,22 @@ class ChoosesKeys(ReplacedAttention):
     def _chosen(self, index: IndexTensors, mask: Tensor | None) -> Chosen:
         """Return the keys that are chosen among those that a mask of transformers shows."""
         select, s = self.layer.select, index.queries.shape[1]
+        if select.block_size == 1:
+            return Chosen(visible_lists(index, select, mask))
         if isinstance(mask, HandedMask) and mask.is_whole:
             index, mask = index._replace(keys=index.keys[:, : mask.plain.shape[1]]), None
         if mask is None:
             return Chosen(choose(*index, select), select.block_size)
-        if select.block_size == 1:
-            return Chosen(choose_visible(index, select, visible_of(mask, s)))
-        if not isinstance(mask, HandedMask) or mask.bounds is None:
+        bounds = mask.bounds if isinstance(mask, HandedMask) else None
+        if bounds is None and mask.dim() == 2 and torch.compiler.is_compiling():
+            bounds = edges_of(mask)  # the attention hides what is chosen in a hole
+        if bounds is None:
             raise NotImplementedError(
                 'attention_mask: expected padding on one side only, and attn_implementation="attnlib", with '
                 f"an index branch that chooses blocks, got {type(mask).__name__} {tuple(mask.shape)}"
             )
-        starts, ends = (x.int() for x in mask.bounds)
-        tokens = mask.plain.shape[1]
+        starts, ends = (x.int() for x in bounds)
+        tokens = mask.shape[1]
         lengths = ends if s == 1 else torch.full_like(ends, tokens)
         index = index._replace(keys=index.keys[:, :tokens])
         return Chosen(choose(*index, select, lengths=lengths, starts=starts), select.block_size)

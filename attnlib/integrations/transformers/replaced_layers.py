@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache
+from transformers import EncoderDecoderCache, StaticLayer
 
 from ...layers.attending import runner_of
 from ...layers.tensor_parallel import share_of
@@ -54,7 +54,8 @@ class ReplacedAttention(nn.Module):
         positions = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         shared = kwargs.pop("shared_kv_states", None)
         attention_mask = mask if attention_mask is None else attention_mask
-        kwargs |= self._choice(hidden_states, angles, cache, attention_mask, kwargs)
+        self._check_static(hidden_states, cache, attention_mask)
+        kwargs |= self._own_choice(hidden_states, angles, cache, attention_mask, kwargs)
         if self.layer.own_keys:
             key, value = self._stored(hidden_states, angles, cache, key_value_states)
         else:
@@ -73,7 +74,25 @@ class ReplacedAttention(nn.Module):
             out = nn.functional.dropout(out, p, training=self.training)
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
 
-    def _choice(
+    def _check_static(self, x: Tensor, cache: Any, mask: Tensor | None) -> None:
+        """Raise NotImplementedError if only a mask, which is missing, could tell the unused keys of a cache.
+
+        transformers leaves it out for "sdpa", whose causal flag counts queries from the first key on.
+        """
+        if mask is not None or cache is None or x.shape[1] == 1 or torch.compiler.is_compiling():
+            return
+        layers = getattr(cache, "layers", ())
+        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        if not isinstance(layer, StaticLayer):
+            return
+        tokens = int(layer.get_seq_length()) + x.shape[1]
+        if tokens < layer.max_cache_len:
+            raise NotImplementedError(
+                f"attention_mask: expected one with a static cache of {layer.max_cache_len} tokens, of which "
+                f'{tokens} are used, got None; select attn_implementation="attnlib", which makes it'
+            )
+
+    def _own_choice(
         self, x: Tensor, angles: Angles | None, cache: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Return further arguments of :meth:`_attend`, from those of the layer."""

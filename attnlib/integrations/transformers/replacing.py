@@ -40,26 +40,25 @@ class ReplacedRotary(nn.Module):
         This is a plain tuple of fp32 ``[b, s, p / 2]``, since Gemma 4 slices it.
         """
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
-        if self.alpha is None:
-            angles = angles_at(rope, position_ids)
-        else:
-            angles = rope.learnt_angles(position_ids, self.alpha)
+        angles = angles_at(rope, position_ids, self.alpha)
         return angles.cos, angles.sin
 
 
-def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
+def angles_at(rope: Rope, position_ids: Tensor, alpha: Tensor | None = None) -> Angles:
     """Return rope angles at ``position_ids`` ``[b, s]``; the rope may depend on the sequence length.
 
-    The positions on several axes are ``[axes, b, s]``, and those of text may have one axis.
+    The positions on several axes are ``[axes, b, s]``, and those of text may have one axis. ``alpha`` is the
+    parameter of a rope with learnt factors.
     """
+    make = rope.angles if alpha is None else partial(rope.learnt_angles, alpha=alpha)
     if rope.axes is not None:
         position_ids = position_ids.expand(len(rope.axes.sections), -1, -1)
     if not rope.needs_length:
-        return rope.angles(position_ids)
+        return make(position_ids)
     if not isinstance(rope.scaling, LongRoPEScaling):
-        return rope.angles(position_ids, length=int(position_ids.max()) + 1)
+        return make(position_ids, length=int(position_ids.max()) + 1)
     original = rope.scaling.original_max_position
-    short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
+    short, long = (make(position_ids, length=length) for length in (original, original + 1))
     is_long = position_ids.max() >= original  # a tensor, since reading it would wait for the GPU
     cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
     return Angles(cos, sin, rope.interleaved)

@@ -107,7 +107,7 @@ class ReplacedChoosingAttention(ReplacedAttention):
         """Return the lists of queries, the last of which is the token before the slot ``end``."""
         select, t = self.layer.select, index.keys.shape[1]
         if select.block_size == 1:
-            return _visible_lists(index, select, mask)
+            return visible_lists(index, select, mask)
         if isinstance(end, int) and end == t:
             return choose(*index, select)
         lengths = torch.zeros(index.keys.shape[0], dtype=torch.int32, device=index.queries.device) + end
@@ -165,7 +165,7 @@ class ReplacedSelectingAttention(ReplacedChoosingAttention, ReplacedLatentAttent
         return unabsorbed(self, out.unflatten(0, (query.shape[0], -1)))
 
 
-def _visible_lists(index: IndexTensors, select: Indexer, mask: Tensor | None) -> Tensor:
+def visible_lists(index: IndexTensors, select: Indexer, mask: Tensor | None) -> Tensor:
     """Return the visible keys chosen for each query, int32 ``[b, s, 1, n]``."""
     queries = index.queries.shape[1]
     if mask is None:  # a causal mask without padding
