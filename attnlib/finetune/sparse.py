@@ -57,8 +57,8 @@ def losses(
 ) -> dict[str, Tensor]:
     """Return the losses of a step: in warm-up, index branches alone learn, from dense attention.
 
-    After it, attention sees the chosen keys. The student learns as without index branches, which learn from
-    the attention over these keys at the same time. No loss has gradients for what another one trains.
+    After it, attention sees the chosen keys. The student minimizes its usual loss, and the index loss over
+    these keys is added. Each of them has gradients for its own weights only.
     """
     if step < recipe.alone:
         with torch.no_grad(), _visited(student.branches, dense, "index_loss") as found:

@@ -137,7 +137,8 @@ FORWARD_MASKS = MappingProxyType(
         for version, table in FORWARD_FUNCTIONS.items()
     }
 )
-# Tables for fp8. TFLOP/s of whole calls, 8k (d256 in another run):
+# Tables for fp8. TFLOP/s of whole calls, 8k (H200, Triton 3.6, 2026-11-28, variants of commit 9632b7f6; d256
+# in another run):
 #                            fp8  bf16
 #   d64, full                671   615  two consumers 524, three with scores at once 702
 #   d64, causal              567   561  two consumers 504, three with scores at once 531
