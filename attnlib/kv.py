@@ -299,7 +299,7 @@ class KVView:
         if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
             raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
         if not self.layout.has_keys and not (self.k is self.index and self.v is self.index):
-            raise ValueError("k: expected index itself, and so for v, since the layout stores nothing else")
+            raise ValueError("k, v: expected the tensor index, since only index keys are stored, got others")
         same = OF_VALUES if self.layout.is_latent else () if self.layout.has_keys else ("k", "v")
         for name in PLANES:
             x = getattr(self, name)

@@ -13,8 +13,8 @@ from attnlib import CAUSAL, GroupedQueryAttention, attention, masks, packing
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.attention import attention_forward
 from attnlib.integrations.transformers.selecting import ReplacedSelectingGroupedAttention
-from tests.integrations.test_selecting_families import OPTIONS, paged
-from tests.integrations.test_transformers import WAYS, agree, gradients, tokens
+from tests.integrations.test_selecting_families import paged
+from tests.integrations.test_transformers import GREEDY, WAYS, agree, agree_in_gradients, tokens
 
 hf.register()
 
@@ -101,7 +101,7 @@ def test_generated_tokens(cache, way):
     eager, ours = of_way(way)
     ids = tokens(eager, 3, 10)
     given = {CACHE: paged(ours)} if cache == "pages" else {"cache_implementation": cache}
-    theirs, mine = eager.generate(ids, **OPTIONS), ours.generate(ids, **OPTIONS, **given)
+    theirs, mine = eager.generate(ids, **GREEDY), ours.generate(ids, **GREEDY, **given)
     assert torch.equal(mine.sequences, theirs.sequences)
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
 
@@ -206,13 +206,7 @@ def filled(model, ids) -> DynamicCache:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients(way):
     eager, ours = of_way(way, num_hidden_layers=2, layer_types=[KINDS[0]] * 2, mlp_layer_types=["dense"] * 2)
-    ids = tokens(eager)
-    for model in (eager, ours):
-        model(ids).logits.sin().sum().backward()
-    mine, theirs = gradients(ours), gradients(eager)
-    assert mine.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    agree_in_gradients(ours, eager)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -220,7 +214,7 @@ def test_gradients(way):
 def test_a_static_cache_in_a_compiled_step(way):
     torch._dynamo.reset()  # of other models' steps, which count as recompiles
     eager, ours = of_way(way)
-    ids, options = tokens(eager, 3, 12), OPTIONS | {"max_new_tokens": 6, "output_logits": False}
+    ids, options = tokens(eager, 3, 12), GREEDY | {"max_new_tokens": 6, "output_logits": False}
     theirs = eager.generate(ids, **options).sequences
     ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
     assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)

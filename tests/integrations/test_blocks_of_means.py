@@ -11,14 +11,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Sta
 from attnlib import Indexer, Rope, packing
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.means import ReplacedMeansAttention
-from tests.integrations.test_transformers import agree, gradients, tokens
+from tests.integrations.test_transformers import (
+    GREEDY,
+    agree,
+    agree_in_generation,
+    agree_in_gradients,
+    tokens,
+)
 
 KIND = "qwen4_exp_text"
 SIZE = QWEN4["indexer_compress_ratio"]
 BUDGET = QWEN4["indexer_budget"]
 ONE_LAYER = {"layer_types": ["indexed_attention"], "num_hidden_layers": 1, "ple_layer_ids": None}
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
-OPTIONS |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
 
 
 def replaced(way="layers", **fields):
@@ -62,13 +66,8 @@ def test_prompts_shorter_and_longer_than_a_list(tokens_of_prompt):
 def test_generated_tokens(cache, way):
     """Of rows with padding on the left, which blocks do not count."""
     eager, ours = replaced(way)
-    ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
-    mask[0, :4], mask[1, :9] = 0, 0
     given = {CACHE: paged(ours)} if cache == "pages" else {"cache_implementation": cache}
-    theirs = eager.generate(ids, attention_mask=mask, **OPTIONS)
-    mine = ours.generate(ids, attention_mask=mask, **OPTIONS, **given)
-    assert torch.equal(mine.sequences, theirs.sequences)
-    agree(torch.stack(mine.logits), torch.stack(theirs.logits))
+    agree_in_generation(ours, eager, given)
 
 
 @torch.no_grad()
@@ -127,13 +126,7 @@ def test_positions_of_their_own():
 def test_gradients():
     """Of the language loss, which index branches have none of."""
     eager, ours = replaced()
-    ids = tokens(eager)
-    for model in (eager, ours):
-        model(ids).logits.sin().sum().backward()
-    mine, theirs = gradients(ours), gradients(eager)
-    assert mine.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    agree_in_gradients(ours, eager)
 
 
 @pytest.mark.parametrize("fields", [{}, {"indexer_n_heads": 1}], ids=str)
@@ -196,7 +189,7 @@ def test_a_static_cache_in_a_compiled_step():
     eager, ours = replaced(**ONE_LAYER)
     ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, 5] = 0, 0
-    options = OPTIONS | {"attention_mask": mask, "max_new_tokens": 6, "output_logits": False}
+    options = GREEDY | {"attention_mask": mask, "max_new_tokens": 6, "output_logits": False}
     theirs = eager.generate(ids, **options).sequences
     ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
     assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)
@@ -266,6 +259,6 @@ def test_a_text_model_beside_a_vision_encoder():
     eager.set_attn_implementation("eager")
     hf.replace(ours)
     ids = tokens(eager, 2, 12)
-    options = OPTIONS | {"output_logits": False}
+    options = GREEDY | {"output_logits": False}
     theirs = eager.generate(ids, **options).sequences
     assert torch.equal(ours.generate(ids, **options, **{CACHE: paged(ours)}).sequences, theirs)

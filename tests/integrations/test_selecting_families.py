@@ -15,12 +15,17 @@ from attnlib.indexing import IndexBranch
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers.attention import attention_forward
 from attnlib.integrations.transformers.selecting import ReplacedSelectingAttention, visible_of
-from tests.integrations.test_transformers import agree, both, gradients, tokens
+from tests.integrations.test_transformers import (
+    GREEDY,
+    agree,
+    agree_in_generation,
+    agree_in_gradients,
+    both,
+    tokens,
+)
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")
 TOP = INDEXED["index_topk"]
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
-OPTIONS |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
 
 
 def replaced(family: str):
@@ -65,13 +70,8 @@ def test_prompts_shorter_and_longer_than_a_list(family, tokens_of_prompt):
 def test_generated_tokens(family, cache, way):
     """Of rows with padding on the left, some of which see fewer keys than a list has entries."""
     eager, ours = of_way(family, way)
-    ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
-    mask[0, :4], mask[1, :9] = 0, 0
     given = {CACHE: paged(ours)} if cache == "pages" else {"cache_implementation": cache}
-    theirs = eager.generate(ids, attention_mask=mask, **OPTIONS)
-    mine = ours.generate(ids, attention_mask=mask, **OPTIONS, **given)
-    assert torch.equal(mine.sequences, theirs.sequences)
-    agree(torch.stack(mine.logits), torch.stack(theirs.logits))
+    agree_in_generation(ours, eager, given)
 
 
 @pytest.mark.parametrize("way", ["absorbed", "layers"])
@@ -103,13 +103,7 @@ def test_holes_and_packed_sequences(family, way):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients(family):
     eager, ours = replaced(family)
-    ids = tokens(eager)
-    for model in (eager, ours):
-        model(ids).logits.sin().sum().backward()
-    mine, theirs = gradients(ours), gradients(eager)
-    assert mine.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    agree_in_gradients(ours, eager)
 
 
 @torch.no_grad()
@@ -266,7 +260,7 @@ def test_a_static_cache_in_a_compiled_step(family, way):
     eager, ours = of_way(family, way)
     ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, 5] = 0, 0
-    options = OPTIONS | {"attention_mask": mask, "max_new_tokens": 6, "output_logits": False}
+    options = GREEDY | {"attention_mask": mask, "max_new_tokens": 6, "output_logits": False}
     theirs = eager.generate(ids, **options).sequences
     ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
     assert torch.equal(ours.generate(ids, **options, cache_implementation="static").sequences, theirs)

@@ -13,6 +13,8 @@ from attnlib.internal.padding import edges_of
 hf.register()
 
 
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
+GREEDY |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
 WAYS = ("attention", "layers")  # of attnlib: called by the model's own layers, or with them
 
 
@@ -39,6 +41,32 @@ def agree(ours, theirs, where=slice(None)):
     torch.testing.assert_close(ours[where], theirs[where], rtol=2e-5, atol=2e-5)
 
 
+def agree_in_gradients(ours, eager):
+    """Compare the gradients of a function of the logits."""
+    ids = tokens(eager)
+    for model in (eager, ours):
+        model(ids).logits.sin().sum().backward()
+    compare_gradients(ours, eager)
+
+
+def compare_gradients(ours, eager):
+    """Compare the gradients that two models have, by the names of weights."""
+    mine, theirs = gradients(ours), gradients(eager)
+    assert mine.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def agree_in_generation(ours, eager, given):
+    """Compare the tokens and logits of rows of which some have padding on the left."""
+    ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :4], mask[1, :9] = 0, 0
+    theirs = eager.generate(ids, attention_mask=mask, **GREEDY)
+    mine = ours.generate(ids, attention_mask=mask, **GREEDY, **given)
+    assert torch.equal(mine.sequences, theirs.sequences)
+    agree(torch.stack(mine.logits), torch.stack(theirs.logits))
+
+
 def test_logits_and_gradients(pair):
     eager, ours = pair
     ids = tokens(eager)
@@ -47,10 +75,7 @@ def test_logits_and_gradients(pair):
     weights = torch.randn_like(outputs[0])
     for x in outputs:
         (x * weights).sum().backward()
-    mine, theirs = (gradients(model) for model in (ours, eager))
-    assert mine.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    compare_gradients(ours, eager)
 
 
 @torch.no_grad()

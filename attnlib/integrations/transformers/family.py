@@ -39,7 +39,7 @@ class Family(AttentionStorage):
     # A function of the config and a layer number that tells which layers have a rope, if rope_layers cannot.
     rotates: Callable[[Any, int], bool] | None = None
     window: str | None = None  # config field that says which layers have a window
-    kinds: tuple[str, ...] = ("full_attention",)  # without that field, the types of layers
+    kinds: tuple[str, ...] = ("full_attention",)  # layer types that are known if ``window`` is None
     scale: Callable[[Any, int], float] | None = None
     value_scale: str | None = None  # config field with the factor of values
     # A function of the config and a layer number that returns more arguments of the layer: head counts, ...

@@ -53,10 +53,10 @@ def layouts_of(model: nn.Module, config: Any, storage_dtype: torch.dtype | None)
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
         if kind in CHOOSING and (family is None or family.select is None):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
-        of_keys = options | index_sizes(indexer_of(family, of_layer, index))
+        index_keys = index_sizes(indexer_of(family, of_layer, index))
+        of_keys = options | index_keys
         if is_latent:
             if mode == "reuse_but_indexer":
-                index_keys = index_sizes(indexer_of(family, of_layer, index))
                 layouts.append(KVLayout.index_only(**index_keys, dtype=model.dtype))
                 continue
             rope_dim = options_of(family, of_layer, index).get("qk_rope_head_dim", of_layer.qk_rope_head_dim)

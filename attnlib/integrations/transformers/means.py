@@ -1,7 +1,7 @@
 """Replaced layers whose index branch chooses blocks by the means of their keys, as in Qwen 4.
 
 Blocks count the keys that a query sees. Lists of blocks therefore hold only for rows without padding, and
-other rows get lists of single keys, so that attention needs no mask of transformers besides.
+other rows get lists of single keys, and attention then needs no other mask.
 """
 
 from typing import Any, NamedTuple

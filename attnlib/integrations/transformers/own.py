@@ -186,7 +186,7 @@ def _selected(rope: Rope | None, pairs: tuple[int, ...]) -> Rope | None:
 def _indexer(form: BranchForm | None, rope: Rope | None) -> Indexer | None:
     """Return the index branch that ``form`` describes, in a layer of ``base`` with this rope.
 
-    A branch with all pairs has the rope of the layer, whose angles are known then.
+    A branch with all pairs has the layer's rope, and reuses its angles.
     """
     if form is None:
         return None

@@ -170,7 +170,7 @@ class ReplacedAttention(nn.Module):
         return shared[kind]
 
     def _expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention takes, of what the layer stores."""
+        """Return the keys and values for attention, given the tensors that the layer stores."""
         return key, value
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:

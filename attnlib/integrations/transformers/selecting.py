@@ -1,8 +1,8 @@
 """Replaced layers with an index branch, which choose keys as transformers' own indexers do.
 
 The mask of transformers tells which keys a query sees: it may have holes, and packed sequences. Lists of
-single keys hold visible keys only. Blocks count all keys of a row, as in transformers, so the mask applies
-besides, and may pad rows on the right only.
+single keys hold visible keys only. Blocks count hidden keys too, as in transformers. Attention therefore
+applies the mask in addition, and rows may be padded on the right only.
 """
 
 from typing import Any
@@ -96,7 +96,7 @@ class ReplacedChoosingAttention(ReplacedAttention):
     def _check_blocks(
         self, mask: Tensor | None, position_ids: Tensor | None, end: int | Tensor, keys: int
     ) -> None:
-        """Raise NotImplementedError if transformers would choose other blocks, or see no key.
+        """Raise NotImplementedError if padding or positions would change the chosen blocks.
 
         The new tokens end before the slot ``end`` of ``keys`` slots.
         """

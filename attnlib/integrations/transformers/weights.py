@@ -83,7 +83,7 @@ def _split(
 
 
 def _storage(family: Family, name: str) -> Family:
-    """Return a family that stores the rows of a tensor as this one does; index branches have other heads."""
+    """Return the family that describes how a tensor is stored; index branches have heads of their own."""
     return replace(family, is_by_head=False) if name.startswith("indexer.") else family
 
 
